@@ -10,8 +10,6 @@ is the number of bytes of keys and values, divided by the memory's bandwidth.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -20,7 +18,6 @@ from provenance import publish
 from torch import Tensor
 
 from windfall.bench.speed.passes import bandwidth, timed
-from windfall.kernels import pages as tiling
 from windfall.kernels import path_attention
 from windfall.kernels.pages import PAGE_TOKENS, Pages, max_tiles, pages_for, tile_rows, tiles_of
 from windfall.kernels.triton import path_attention as kernel
@@ -30,23 +27,13 @@ SHAPES = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-1.5B": (12, 2, 128), "Llama-3.1-8
 WAYS: dict[str, dict[str, int]] = {  # what differs from the defaults of the kernel
     "default": {},
     "merge more parts at a time": {"BATCH_MERGED": 8192},
-    "264 programs for tiles": {"BATCH_TILE_PROGRAMS": 264},
-    "1056 programs for tiles": {"BATCH_TILE_PROGRAMS": 1056},
+    "264 programs for tiles": {"BATCH_TILE_PROGRAMS": 264, "BATCH_TREE_PROGRAMS": 264},
+    "528 programs for tiles": {"BATCH_TILE_PROGRAMS": 528, "BATCH_TREE_PROGRAMS": 528},
+    "1056 programs for tiles": {"BATCH_TILE_PROGRAMS": 1056, "BATCH_TREE_PROGRAMS": 1056},
     "264 programs for rows": {"BATCH_ROW_PROGRAMS": 264},
     "1056 programs for rows": {"BATCH_ROW_PROGRAMS": 1056},
-    "2 stages": {"BATCH_STAGES": 2},
-    "5 stages": {"BATCH_STAGES": 5},
-    "three programs at a time": {"MANY_PROGRAMS": 10**6},
-    "4 parts for a program": {"PARTS_PER_SHARE": 4},
-    "16 parts for a program": {"PARTS_PER_SHARE": 16},
+    "3 stages": {"STAGES": 3},
     "rows apart": {"FUSED_ROWS": False},
-    "rows together in all programs": {"FUSED_SHARES": True},
-    "2 warps": {"WARPS": 2},
-    "1 warp": {"WARPS": 1},
-    "up to 32 queries in a tile": {"MOST_TILE_QUERIES": 32},
-    "up to 64 queries in a tile": {"MOST_TILE_QUERIES": 64},
-    "up to 64 queries in a tile, rows apart": {"MOST_TILE_QUERIES": 64, "FUSED_ROWS": False},
-    "up to 64 queries in a tile, rows together": {"MOST_TILE_QUERIES": 64, "FUSED_SHARES": True},
 }
 LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not in pages
     "default": {},
@@ -54,15 +41,6 @@ LONE_WAYS: dict[str, dict[str, int]] = {  # of one request, whose keys are not i
     "3 stages": {"STAGES": 3},
     "198 programs": {"MAX_PROGRAMS": 198},
     "264 programs": {"MAX_PROGRAMS": 264},
-    "rows together": {"FUSED_ALONE": True},
-    "rows together, 264 programs": {"FUSED_ALONE": True, "MAX_PROGRAMS": 264},
-    "rows together, 528 programs": {"FUSED_ALONE": True, "MAX_PROGRAMS": 528},
-    "2 warps": {"WARPS": 2},
-    "1 warp": {"WARPS": 1},
-    "32 queries in a tile": {"TALLEST_ALONE": 32},
-    "64 queries in a tile": {"TALLEST_ALONE": 64},
-    "64 queries in a tile, 264 programs": {"TALLEST_ALONE": 64, "MAX_PROGRAMS": 264},
-    "64 queries in a tile, rows together": {"TALLEST_ALONE": 64, "FUSED_ALONE": True, "MAX_PROGRAMS": 264},
 }
 LEVELS = 7  # of a request's tree
 LAYERS = 8
@@ -92,29 +70,19 @@ def measure(shape: str, requests: int, rows: int, length: int, speed: float) -> 
     """Microseconds of one layer's attention in each way, and the floor."""
     heads, shared, width = SHAPES[shape]
     made = batch(requests, rows, length, heads // shared)
-    caches = [torch.randn(2, shared, made[3], width, device="cuda").bfloat16() for _ in range(LAYERS)]
+    pages, reach, lineage, capacity, total = made
+    caches = [torch.randn(2, shared, capacity, width, device="cuda").bfloat16() for _ in range(LAYERS)]
     queries = torch.randn(requests * rows, heads, width, device="cuda").bfloat16()
     times, lone = {}, requests == 1
     for way, changes in (LONE_WAYS if lone else WAYS).items():
-        with changed(changes):
-            pages, reach, lineage, *_ = batch(requests, rows, length, heads // shared)
-            times[way] = graph_time(queries, caches, reach, lineage, None if lone else pages, pages.lengths)
-    floor = round(1e6 * made[4] * shared * width * 4 / speed, 1)
+        before = {name: getattr(kernel, name) for name in changes}
+        for name, value in changes.items():
+            setattr(kernel, name, value)
+        times[way] = graph_time(queries, caches, reach, lineage, None if lone else pages, pages.lengths)
+        for name, value in before.items():
+            setattr(kernel, name, value)
+    floor = round(1e6 * total * shared * width * 4 / speed, 1)
     return {"shape": shape, "requests": requests, "rows": rows, "us": times, "floor_us": floor}
-
-
-@contextmanager
-def changed(constants: dict[str, int]) -> Iterator[None]:
-    """Other values for constants of the kernel, or of the tiles of several requests."""
-    there = {name: kernel if hasattr(kernel, name) else tiling for name in constants}
-    before = {name: getattr(module, name) for name, module in there.items()}
-    try:
-        for name, module in there.items():
-            setattr(module, name, constants[name])
-        yield
-    finally:
-        for name, module in there.items():
-            setattr(module, name, before[name])
 
 
 def batch(requests: int, rows: int, length: int, group: int) -> tuple[Pages, Tensor, Tensor | None, int, int]:
@@ -125,8 +93,7 @@ def batch(requests: int, rows: int, length: int, group: int) -> tuple[Pages, Ten
     tables = (1 + torch.randperm(requests * wide).view(requests, wide)).int().cuda()
     staging = (requests * wide + 1) * PAGE_TOKENS
     owners = torch.arange(requests, device="cuda").repeat_interleave(rows)
-    most = tile_rows(group, rows)
-    tiles = tiles_of(owners, most, max_tiles(len(owners), requests + 1, most))
+    tiles = tiles_of(owners, tile_rows(group), max_tiles(len(owners), requests + 1, tile_rows(group)))
     levels = min(rows, LEVELS)
     depth = (torch.arange(rows, device="cuda") * levels // rows).repeat(requests)
     lineage = None
@@ -137,7 +104,7 @@ def batch(requests: int, rows: int, length: int, group: int) -> tuple[Pages, Ten
         lineage.scatter_(1, depth[:, None], own.flatten()[:, None])
         lineage = lineage.int()
     reach = lengths[owners] + depth + (rows > 1)
-    pages = Pages(owners.int(), lengths if rows > 1 else lengths - 1, tables, tiles, most)
+    pages = Pages(owners.int(), lengths if rows > 1 else lengths - 1, tables, tiles)
     return pages, reach, lineage, staging + requests * rows, int(lengths.sum())
 
 

@@ -39,7 +39,7 @@ from windfall.bench.throughput.answers import Answer, Part
 from windfall.bench.throughput.hf_loops import Unavailable, continuous_server, padded_server
 from windfall.bench.throughput.serve import Serve, engine_server
 from windfall.checkpoints.bundled import bundled_lm
-from windfall.checkpoints.find import load_model
+from windfall.checkpoints.find import FULL, load_model
 from windfall.engine.engine import Engine
 from windfall.engine.loading import as_target
 from windfall.model.target import Target
@@ -159,7 +159,8 @@ def compare_texts(rows: list[dict[str, Any]]) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The rows of one way, for all numbers of requests."""
     engine, _, way = options.way.partition("/")
-    target = as_target(options.target, device=options.device, dtype=options.dtype)
+    weights = None if engine == OURS else FULL  # transformers has no kernels for packed ones
+    target = as_target(options.target, device=options.device, dtype=options.dtype, weights=weights)
     cases, counts = cases_of(options, target), [int(count) for count in options.requests.split(",")]
     ours = None
     if engine == OURS:
@@ -194,7 +195,7 @@ def cases_of(options: argparse.Namespace, target: Target) -> list[Case]:
 
 def prompts_of(options: argparse.Namespace) -> dict[str, Any]:
     """What peers_vllm.py needs to know."""
-    target = as_target(options.target, device="cpu")
+    target = as_target(options.target, device="cpu", weights=FULL)
     known = asked(options, target, cases_of(options, target))
     requests = [int(count) for count in options.requests.split(",")]
     return {**known, "model": target.model.name_or_path, "requests": requests, "rounds": options.rounds}

@@ -15,6 +15,8 @@ import pytest
 
 from helpers.bundled_heads import bundle_a_head
 from helpers.cli import character_tokenizer, folder
+from helpers.gguf import SHAPE, write_gguf
+from helpers.tiny import tiny
 from windfall.drafters.feature_head import FeatureHeadDrafter
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +181,28 @@ def test_all_ways_answer_the_same_prompts(
     assert "| windfall, `chain` | " in "\n".join(lines) and "For vLLM: measured on one NVIDIA H200" in about
     with pytest.raises(SystemExit, match="was measured on other prompts or with other settings"):
         run(monkeypatch, [*arguments, "--tokens", "5", "--vllm", str(theirs)])
+
+
+def test_vllm_reads_the_converted_model_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, prompts = tmp_path / "tiny.gguf", tmp_path / "prompts.json"
+    write_gguf(file, tiny(**{**SHAPE, "intermediate_size": 64}), lambda name: "F32" if "norm" in name else "Q8_0")
+    run(
+        monkeypatch,
+        [
+            "peers.py",
+            "builtin",
+            "--limit",
+            "9",
+            "--tokens",
+            "4",
+            "--target",
+            str(file),
+            "--write-prompts",
+            str(prompts),
+        ],
+    )
+    model = Path(json.loads(prompts.read_text())["model"])
+    assert (model / "config.json").is_file() and list(model.glob("*.safetensors"))
 
 
 def test_without_a_drafter_the_bundled_head_of_the_target_drafts(

@@ -60,10 +60,10 @@ def check_pages(
         given = (x.to(device) for x in (queries[row : row + n], *own, torch.tensor([length]), length + depth + 1))
         alone.append(path_attention(*given, None if lines is None else lines.to(device), **options))
         row += n
-    most = tile_rows(heads // shared, total / requests)
+    most = tile_rows(heads // shared)
     tiles = tiles_of(owners, most, max_tiles(len(owners), requests + 1, most))
     known = [ALL_COMMITTED if owner in prompts else length for owner, length in enumerate(lengths)]
-    batch = Pages(owners.int(), torch.tensor(known), pages, tiles, most)
+    batch = Pages(owners.int(), torch.tensor(known), pages, tiles)
     made = attend(queries, cache, reach, lineage if trees else None, batch, device, options)
     assert torch.equal(made[:total], torch.cat(alone)) and not made[total:].any()
     if requests == 1:
@@ -80,6 +80,6 @@ def attend(
     device: str,
     options: dict[str, Any],
 ) -> Tensor:
-    there = Pages(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))  # type: ignore[arg-type]
+    there = Pages(*(None if x is None else x.to(device) for x in batch))  # type: ignore[arg-type]
     given = (x.to(device) for x in (queries, *cache, torch.zeros(1, dtype=torch.long), reach))
     return path_attention(*given, None if lineage is None else lineage.to(device), **options, pages=there)

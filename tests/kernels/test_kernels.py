@@ -56,31 +56,6 @@ def test_paths(n: int, heads: int, shared: int, width: int, length: int, capacit
     check_paths(n, heads, shared, width, length, capacity, dtype)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton")
-@pytest.mark.parametrize(
-    ("fused", "programs", "length"),
-    [(False, 1, 126), (True, 1, 126), (True, 200, 61), (False, 200, 1021), (True, 200, 1021)],
-)
-def test_paths_in_any_programs(monkeypatch: pytest.MonkeyPatch, fused: bool, programs: int, length: int) -> None:
-    """Whichever programs compute the parts of a tile, and the parts in which its paths differ."""
-    from windfall.kernels.triton import path_attention as kernel
-
-    monkeypatch.setattr(kernel, "FUSED_ALONE", fused)
-    monkeypatch.setattr(kernel, "MAX_PROGRAMS_SMALL", programs)
-    check_paths(7, 3, 1, 16, length, length + 20, HALF)
-    check_path_options(length, length + 20, 40, None, True, HALF)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton")
-@pytest.mark.parametrize(("tallest", "heads", "fused"), [(64, 8, True), (32, 6, False)])
-def test_trees_in_higher_tiles(monkeypatch: pytest.MonkeyPatch, tallest: int, heads: int, fused: bool) -> None:
-    from windfall.kernels.triton import path_attention as kernel
-
-    monkeypatch.setattr(kernel, "FUSED_ALONE", fused)
-    monkeypatch.setattr(kernel, "TALLEST_ALONE", tallest)
-    check_paths(24, heads, 2, 16, 126, 160, HALF)
-
-
 @pytest.mark.parametrize(
     ("length", "window", "cap", "sinks", "dtype"),
     [

@@ -12,11 +12,19 @@ from helpers.paged import check_pages
 from windfall.kernels import attention
 from windfall.kernels.pages import max_tiles, tiles_of
 
+KERNEL = "windfall.kernels.triton.path_attention"
+
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_TILE_PROGRAMS", 6)  # each takes long here
+    _set_programs(monkeypatch, 6)  # each takes long here
+
+
+def _set_programs(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    """Compute tiles in about this number of programs."""
+    monkeypatch.setattr(f"{KERNEL}.BATCH_TILE_PROGRAMS", programs)
+    monkeypatch.setattr(f"{KERNEL}.BATCH_TREE_PROGRAMS", programs)
 
 
 @pytest.mark.parametrize(
@@ -47,27 +55,17 @@ def test_a_row_has_the_same_bits_in_a_batch(
     check_pages(lengths, rows, trees, dtype)
 
 
-@pytest.mark.parametrize(
-    ("trees", "fused"), [(False, False), (True, False), (True, True)], ids=["chains", "rows apart", "fused"]
-)
-def test_programs_that_share_the_parts_of_a_tile(trees: bool, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_TILE_PROGRAMS", 24)
-    monkeypatch.setattr("windfall.kernels.triton.path_attention.FUSED_SHARES", fused)
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_programs_that_share_the_parts_of_a_tile(trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _set_programs(monkeypatch, 24)
     check_pages([130, 200, 5], [4, 2, 1], trees, HALF)
-
-
-@pytest.mark.parametrize(("queries", "heads", "fused"), [(32, 6, True), (64, 8, False), (64, 2, True)])
-def test_higher_tiles(queries: int, heads: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.kernels.pages.MOST_TILE_QUERIES", queries)
-    monkeypatch.setattr("windfall.kernels.triton.path_attention.FUSED_SHARES", fused)
-    check_pages([130, 5], [24, 3], True, HALF, heads=heads)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["rows apart", "fused"])
 def test_programs_with_rows_of_several_paths_and_requests(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has up to sixteen rows, each with one query."""
-    monkeypatch.setattr("windfall.kernels.triton.path_attention.FUSED_ROWS", fused)
-    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_ROW_PROGRAMS", 4)
+    monkeypatch.setattr(f"{KERNEL}.FUSED_ROWS", fused)
+    monkeypatch.setattr(f"{KERNEL}.BATCH_ROW_PROGRAMS", 4)
     check_pages([70, 3, 130], [17, 9, 2], True, HALF, heads=2)
 
 
@@ -77,7 +75,7 @@ def test_far_parts() -> None:
 
 @pytest.mark.parametrize("programs", [6, 24])
 def test_prompts_beside_trees(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.kernels.triton.path_attention.BATCH_TILE_PROGRAMS", programs)
+    _set_programs(monkeypatch, programs)
     check_pages([70, 0, 60], [3, 4, 7], True, HALF, prompts=(1, 2))
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 PAGE_TOKENS = 64  # KV rows of a page; attention reads no longer block of keys at once
 UNUSED_PAGE = 0  # of the KV cache: rows that no text needs are written there
-TILE_QUERIES, MOST_TILE_QUERIES = 16, 16  # of an attention tile: the fewest of a matrix product, and the most
-MOST_TILE_ROWS = 16  # whose paths an attention program can tell apart
+TILE_QUERIES = 16  # query rows of an attention tile: the fewest of a matrix product
 
 
 class Pages(NamedTuple):
@@ -20,7 +19,6 @@ class Pages(NamedTuple):
     lengths: Tensor  # [R] long: committed rows of each request
     tables: Tensor  # [R, P] int32: the page of each PAGE_TOKENS positions
     tiles: Tensor | None = None  # [T + 1] int32, see `tiles_of`; None: all rows are of one request
-    tile_rows: int = 0  # the most rows of a tile
 
     @property
     def positions(self) -> int:
@@ -39,12 +37,9 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def tile_rows(group: int, rows: float = 1) -> int:
-    """Rows of an attention tile: `group` query heads for each key head, and about this number of rows of a request."""
-    queries = TILE_QUERIES
-    while queries < min(rows * group, MOST_TILE_QUERIES):
-        queries *= 2
-    return min(max(queries // group, 1), MOST_TILE_ROWS)
+def tile_rows(group: int) -> int:
+    """Rows of an attention tile, for this number of query heads for each key head."""
+    return max(TILE_QUERIES // group, 1)
 
 
 def tiles_of(owners: Tensor, rows: int, tiles: int) -> Tensor:

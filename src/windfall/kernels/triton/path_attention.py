@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windfall.kernels.backend import pdl_launch, power_of_two
-from windfall.kernels.pages import MOST_TILE_ROWS, PAGE_TOKENS, Pages, tile_rows
+from windfall.kernels.pages import PAGE_TOKENS, Pages, tile_rows
 from windfall.kernels.triton.attention import LOG2_E, _load_partial, _store_partial, _store_result
 from windfall.kernels.triton.counters import COUNTERS, counters
 from windfall.kernels.triton.pdl import pdl_wait, prefetch
@@ -46,16 +46,12 @@ MERGED, BATCH_MERGED = 8192, 2048
 ONES = tl.constexpr(16)  # columns of the matrix that sums weights: the fewest of a matrix product
 MAX_TILE = 8192  # sums that a program holds, of a part and of the parts before it each
 MAX_WIDTH = 256  # of a head up to which a program's shared memory has room for blocks of 64 keys, with all stages
-BATCH_TILE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 528  # for tiles and for single rows of several requests
-# Whether a tile's programs also compute the parts in which its rows' paths differ: for several requests, also if
-# programs share the parts of a tile, and for one request.
-FUSED_ROWS, FUSED_SHARES, FUSED_ALONE = True, False, False
-PARTS_PER_SHARE = 1  # of a tile's parts, the fewest that a program takes
-TALLEST_ALONE = 16  # queries of a tile, for the tree of one request
-NARROW, WARPS, WIDE_WARPS = 128, 4, 8  # width of a head up to which a program has WARPS
-# Stages of the loop over blocks of keys, for several requests, long chains and others. With pages, page numbers come
-# first, then keys and values two blocks ahead. More stages leave less memory for a kernel that starts early.
-BATCH_STAGES, CHAIN_STAGES, STAGES = 3, 3, 2
+# Of several requests: for tiles of plain decoding, for tiles of trees, and for single rows.
+BATCH_TILE_PROGRAMS, BATCH_TREE_PROGRAMS, BATCH_ROW_PROGRAMS = 528, 264, 528
+FUSED_ROWS = True  # with many requests, a tile's program also computes the parts in which its rows' paths differ
+# Stages of the loop over blocks of keys, for long chains and others. More of them leave less memory for a kernel that
+# starts early.
+CHAIN_STAGES, STAGES = 3, 2
 LINE = tl.constexpr(64)  # elements of a cache line, in half precision
 MAX_PARTS = tl.constexpr(65_536)  # of a row; see `_count_and_merge`
 
@@ -398,10 +394,9 @@ def _attend_tile(
     step = nodes * heads
     begin = tl.maximum(_part_start(begin_part), tl.min(tl.where(own, oldest, 1 << 30)) // BLOCK_N * BLOCK_N)
     final = tl.max(tl.where(own, reach, 0))
-    stop = tl.minimum(_part_start(end_part), final)
-    end = stop
+    end = tl.minimum(_part_start(end_part), final)
     if FUSED:
-        end = tl.minimum(stop, tl.maximum(length // BLOCK_N * BLOCK_N, begin))
+        end = tl.minimum(final, tl.maximum(length // BLOCK_N * BLOCK_N, begin))
     merged = own & (first_part < tl.where(share == 0, end_part, -1))  # rows whose first part is here
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, ONES], tl.float32)
@@ -422,7 +417,7 @@ def _attend_tile(
             merged, part * step + place, dims, SHARED, D,
         )  # fmt: skip
     if FUSED:
-        for at in tl.range(end, stop, BLOCK_N, num_stages=1):
+        for at in tl.range(end, final, BLOCK_N, num_stages=1):
             part, top, total, sums = _begin_block(at, top, total, sums)
             mine = own & (first_part <= part) & (part <= last_part)
             for turn in tl.range(0, turns, num_stages=STAGES):
@@ -471,11 +466,9 @@ def _attend_paths(
 
     The first `singles` programs compute the parts in which paths differ, each for SINGLE_ROWS rows, one path after the
     other (0: the rows are a chain, or FUSED). In the other parts all rows of a request find their keys in the same
-    slots: a program computes one of `stride` shares of adjacent parts for a tile. FUSED: these include the parts in
-    which paths differ.
+    slots: a program computes one of `stride` shares of adjacent parts for a tile. FUSED: it computes all parts of it.
     """
     CHAIN: tl.constexpr = SINGLE_ROWS == 0
-    TURN_ROWS: tl.constexpr = min(BLOCK_M // GROUP, 16)  # a tile has no more rows whose paths differ
     head = tl.program_id(0)
     each = tl.program_id(1)  # those that may have no work start last
     single = each < singles
@@ -542,7 +535,7 @@ def _attend_paths(
                 in_turns = live & (tl.where(single, member, BLOCK_M) < BLOCK_M)
             last, places, turns = _turns(
                 lineage, lineage_row, node, first_row, tl.minimum(rows, nodes - first_row), reach - committed,
-                in_turns, TURN_ROWS,
+                in_turns, BLOCK_M // GROUP,
             )  # fmt: skip
         pdl_wait(PDL)
         if not single:
@@ -564,28 +557,25 @@ def _attend_paths(
                 )  # fmt: skip
 
 
-def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool, batch_rows: int = 0) -> Tile:
+def choose_tile(rows: int, group: int, width: int, dtype: torch.dtype, chain: bool, several: bool) -> Tile:
     """The tile for a pass. Its height, warps and stages change no result; its keys depend on the model alone.
 
-    chain: each row follows the one before. batch_rows: of a tile, if the rows are of several requests.
+    chain: each row follows the one before. several: rows are of several requests.
     """
-    height, stages = max(power_of_two(max(batch_rows, 1) * group), 16), BATCH_STAGES if batch_rows else STAGES
+    height, stages = max(power_of_two(group), 16), STAGES
     if dtype == torch.float32:
         return Tile(height, 32, 4, stages) if width <= 64 else Tile(height, 16, 8, stages)
     block_d = max(power_of_two(width), 16)
     tall = min(64, MAX_TILE // block_d)  # pays in passes over many rows of a chain
-    if batch_rows == 0 and chain and rows * group >= 4 * tall:
+    if chain and not several and rows * group >= 4 * tall:
         height, stages = max(tall, height), CHAIN_STAGES
-    elif batch_rows == 0 and not chain:
-        most = min(TALLEST_ALONE, tall, power_of_two(rows * group), MOST_TILE_ROWS * group)
-        height = max(height, 1 << most.bit_length() - 1)
     keys = 64 if block_d <= MAX_WIDTH else 32
-    return Tile(height, keys, WIDE_WARPS if width > NARROW else WARPS, stages)
+    return Tile(height, keys, 8 if width > 128 else 4, stages)
 
 
 def batch_bytes(group: int, width: int, dtype: torch.dtype) -> int:
     """Bytes of shared memory that a program for several requests needs at most, as Triton compiles it."""
-    tile = choose_tile(1, group, width, dtype, chain=False, batch_rows=tile_rows(group, MOST_TILE_ROWS))
+    tile = choose_tile(1, group, width, dtype, chain=False, several=True)
     rows = 4 * tile.keys + (2 if dtype == torch.float32 else 3) * tile.height  # of keys and values, and of queries
     return rows * max(power_of_two(width), 16) * dtype.itemsize + 1024
 
@@ -633,21 +623,20 @@ def attend(
     assert reach.is_contiguous() and (lineage is None or lineage.stride(1) == 1)
     group, block_d = heads // shared, max(power_of_two(width), 16)
     several = pages is not None and pages.tiles is not None
-    batch_rows = pages.tile_rows if pages is not None and several else 0
-    tile = choose_tile(count, group, width, queries.dtype, lineage is None, batch_rows)
+    tile = choose_tile(count, group, width, queries.dtype, lineage is None, several)
     positions = keys.shape[1] if pages is None else pages.positions
     limit = MAX_PROGRAMS_SMALL if tile.height * block_d <= SMALL_TILE else MAX_PROGRAMS
     requests = 1 if pages is None else len(pages.lengths)
     parts, tiles = parts_of(positions), -(-count // (tile.height // group))
     if pages is not None and pages.tiles is not None:
-        assert 0 < batch_rows <= tile.height // group
-        tiles, limit = len(pages.tiles) - 1, BATCH_TILE_PROGRAMS
-    stride = max(1, min(parts // PARTS_PER_SHARE, limit // (tiles * shared)))
-    fused = lineage is not None and (FUSED_ROWS and (stride == 1 or FUSED_SHARES) if several else FUSED_ALONE)
+        assert tile.height // group == tile_rows(group)
+        tiles, limit = len(pages.tiles) - 1, BATCH_TILE_PROGRAMS if lineage is None else BATCH_TREE_PROGRAMS
+    stride = max(1, min(parts, limit // (tiles * shared)))
+    fused = FUSED_ROWS and several and stride == 1 and lineage is not None
     single_rows = 0
     if lineage is not None and not fused:
         single_rows = power_of_two(-(-count * shared // (BATCH_ROW_PROGRAMS if several else limit)))
-        single_rows = min(single_rows, tile.height // group, MOST_TILE_ROWS)
+        single_rows = min(single_rows, tile.height // group)
     singles = -(-count // single_rows) if single_rows else 0
     stored = parts if stride > 1 or singles else 1  # otherwise a program has all parts of its rows
     tops = torch.empty((2, stored, count * heads), device=out.device)

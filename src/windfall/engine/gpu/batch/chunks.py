@@ -145,21 +145,18 @@ class ChunkBuffers:
         tiles = None
         if not alone:
             tiles = self.rows.device["tiles"][: max_tiles(chunk_size, self.seats + 1, self.tile_rows) + 1]
-        pages = Pages(there["owners"], lengths, tables, tiles, self.tile_rows)
+        pages = Pages(there["owners"], lengths, tables, tiles)
         paths = Paths(there["reach"], None, pages, first)
         return Pass.in_pages(there["tokens"], there["positions"], there["slots"], paths)
 
-    def pass_after(
-        self, rows: BatchRows, most: int, count: int, lengths: torch.Tensor, tables: torch.Tensor, trees: bool
-    ) -> Pass:
-        """One pass: the rows of trees, or roots, at most `most` in a tile; then the first `count` rows of the chunk."""
+    def pass_after(self, rows: BatchRows, count: int, lengths: torch.Tensor, tables: torch.Tensor, trees: bool) -> Pass:
+        """One pass: the rows of trees, or roots, and then the first `count` rows of the chunk."""
         both = {
             name: torch.cat([getattr(rows, name), self.rows.device[name][:count]])
             for name in ("tokens", "positions", "slots", "reach", "owners")
         }
         tiles = self.rows.device["tiles"][: max_tiles(count, self.seats + 1, self.tile_rows) + 1]
-        tiles = torch.cat([rows.tiles[:-1], tiles + len(rows.tokens)])
-        pages = Pages(both["owners"], lengths, tables, tiles, max(most, self.tile_rows))
+        pages = Pages(both["owners"], lengths, tables, torch.cat([rows.tiles[:-1], tiles + len(rows.tokens)]))
         lineage = torch.cat([rows.lineage, rows.lineage.new_zeros(count, rows.lineage.shape[1])]) if trees else None
         paths = Paths(both["reach"], lineage, pages)
         return Pass.in_pages(both["tokens"], both["positions"], both["slots"], paths)

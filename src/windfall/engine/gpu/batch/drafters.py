@@ -39,10 +39,10 @@ class BatchDrafter:
     def __init__(self, batch: BatchTarget, heads: int, shared: int, layers: int, width: int, dtype: torch.dtype):
         """`heads` of queries and `shared` of keys."""
         self.batch, self.state, self.device = batch, batch.state, batch.device
-        self._group = heads // shared
+        self.tile_rows = tile_rows(heads // shared)
         self._size = (2, layers, shared, width)
         self.dtype = dtype
-        self.chunk = ChunkBuffers(self.device, self.state.seats, tile_rows(self._group))
+        self.chunk = ChunkBuffers(self.device, self.state.seats, self.tile_rows)
         self._owners: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def reserve(self, staged: int) -> None:
@@ -105,7 +105,8 @@ class BatchDrafter:
         lengths, tables = state.draft_lengths[:seats], state.tables[:seats]
         counts = state.pending_count[:seats] * (torch.arange(seats, device=self.device) < state["live"])
         rows = append_to_pages(lengths, counts, tables, pending)
-        paths = Paths(rows.reach, None, self._pages(seats, pending, lengths), self.first)
+        owners, tiles = self.rows_of(seats, pending)
+        paths = Paths(rows.reach, None, Pages(owners, lengths, tables, tiles), self.first)
         positions = (rows.positions - self.first).clamp(min=0)
         tokens = state.tokens[:seats, :pending].contiguous().flatten()
         return Pass.in_pages(tokens, positions, rows.slots, paths), rows.last
@@ -114,29 +115,20 @@ class BatchDrafter:
         """Run the chosen nodes of each request; returns logits [seats * W, V]."""
         assert rows.lineage is not None
         state, width = self.state, rows.nodes.shape[1]
-        pages = self._pages(seats, width, state.draft_lengths[:seats])
+        owners, tiles = self.rows_of(seats, width)
+        pages = Pages(owners, state.draft_lengths[:seats], state.tables[:seats], tiles)
         nodes, positions = rows.nodes[:seats].flatten(), rows.positions[:seats].flatten()
         reach = torch.where(nodes >= 0, positions + 1 + self.first, 0)
         paths = Paths(reach, rows.lineage[:seats].flatten(0, 1), pages, self.first)
         given = Pass.in_pages(rows.tokens[:seats].flatten(), positions, rows.slots[:seats].flatten(), paths)
         return self._next_logits(given, rows, seats)
 
-    def owners(self, seats: int, width: int) -> Tensor:
-        """The request of each row, if each has `width` rows."""
-        return self._tiled(seats, width)[0]
-
-    def _pages(self, seats: int, width: int, lengths: Tensor) -> Pages:
-        """Pages of a pass over `width` rows for each request."""
-        owners, tiles = self._tiled(seats, width)
-        return Pages(owners, lengths, self.state.tables[:seats], tiles, tile_rows(self._group, width))
-
-    def _tiled(self, seats: int, width: int) -> tuple[Tensor, Tensor]:
+    def rows_of(self, seats: int, width: int) -> tuple[Tensor, Tensor]:
+        """Owners and tiles of `width` rows for each request."""
         if (seats, width) not in self._owners:
-            owners, most = (
-                torch.arange(seats, device=self.device).repeat_interleave(width),
-                tile_rows(self._group, width),
-            )
-            self._owners[seats, width] = owners.int(), tiles_of(owners, most, seats * -(-width // most))
+            owners = torch.arange(seats, device=self.device).repeat_interleave(width)
+            tiles = tiles_of(owners, self.tile_rows, seats * -(-width // self.tile_rows))
+            self._owners[seats, width] = owners.int(), tiles
         return self._owners[seats, width]
 
     def _first_logits(self, rows: Pass, last: Tensor, seats: int, pending: int) -> Tensor | LazyLogits:
@@ -247,7 +239,7 @@ class BatchBlockDrafter(BatchStatesDrafter):
         whole = self.network(self._block(roots, seats))
         whole = whole.view(seats, -1, whole.shape[1])
         normed = whole[:, self.head.config.first_row :].flatten(0, 1)
-        levels, owners = self._levels(seats, sampler), self.owners(seats, self.levels)
+        levels, owners = self._levels(seats, sampler), self.rows_of(seats, self.levels)[0]
         columns = (self.state.draft_lengths[:seats, None] + self._places[: self.levels] + self._offset).flatten()
         names, offset = self.vocabulary, self.first + 1
         asked = (levels.candidates, owners, columns, names, offset)
@@ -261,16 +253,17 @@ class BatchBlockDrafter(BatchStatesDrafter):
 
     def next_pass(self, rows: NextPass, seats: int, sampler: SeatSampler) -> Drafted:
         return self._candidates(rows.tokens[:seats, 0], None, seats, sampler).after(
-            first_rows(rows, seats), self.owners(seats, rows.nodes.shape[1])
+            first_rows(rows, seats), self.rows_of(seats, rows.nodes.shape[1])[0]
         )
 
     def _block(self, roots: Tensor, seats: int) -> Pass:
         """The rows of a block for each request."""
         size, lengths = len(self._places), self.state.draft_lengths[:seats]
+        owners, tiles = self.rows_of(seats, size)
         slots = self.base[:seats, None] + self._places
         seen = self._places.new_full((size,), size) if self.head.config.flag("bidirectional") else self._places + 1
         reach, positions = lengths[:, None] + seen, lengths[:, None] - self.first + self._places
-        pages = self._pages(seats, size, lengths)
+        pages = Pages(owners, lengths, self.state.tables[:seats], tiles)
         lineage = slots.int().repeat_interleave(size, 0)
         paths = Paths(reach.flatten(), lineage, pages, self.first)
         return Pass.in_pages(roots, positions.flatten(), slots.flatten(), paths)
@@ -286,7 +279,7 @@ class BatchBlockDrafter(BatchStatesDrafter):
         levels, lengths = self._levels(seats, sampler), self.state.draft_lengths[:seats]
         carries = None if self._carries is None else Carries(self._carries, above, self._roots[:seats])
         given = (lengths, self._offset, self.network.tables, sampler.warmth)
-        return PairCandidates(levels, tokens, None, *given, self.owners(seats, 1), carries)
+        return PairCandidates(levels, tokens, None, *given, self.rows_of(seats, 1)[0], carries)
 
 
 class BatchModelDrafter(BatchDrafter):

@@ -80,7 +80,7 @@ class Round:
             reach=torch.zeros(rows, dtype=long, device=device),
             lineage=torch.zeros(rows, deepest, dtype=torch.int32, device=device),
             starts=there["starts"],
-            tiles=torch.zeros(max_tiles(rows, seats + 1, target.tile_rows(1)) + 1, dtype=torch.int32, device=device),
+            tiles=torch.zeros(max_tiles(rows, seats + 1, target.tile_rows) + 1, dtype=torch.int32, device=device),
         )
         self._next: dict[int, NextPass] = {}
         self.expanded = torch.full((seats, drafter.staged if drafter else 1), NO_NODE, device=device)
@@ -131,7 +131,7 @@ class Round:
     def _grow_roots(self, seats: int, sizes: Sizes, logits: Drafted, rule: Rule, kind: Kind) -> None:
         """Add the children of all roots."""
         assert self.drafter is not None
-        owners, sampler = self.drafter.owners(seats, 1), SeatSampler(self.state, kind)
+        owners, sampler = self.drafter.rows_of(seats, 1)[0], SeatSampler(self.state, kind)
         self._grow(seats, sizes, logits, self._roots[:seats], owners, self._columns[:seats] - 1, rule, sampler)
 
     def next_draft_pass(self, seats: int, sizes: Sizes, rule: Rule, kind: Kind) -> None:
@@ -140,7 +140,7 @@ class Round:
         assert drafter is not None
         sampler = SeatSampler(self.state, kind)
         logits = drafter.next_pass(rows, seats, sampler)
-        owners, after = drafter.owners(seats, sizes.width), first_rows(rows, seats)
+        owners, after = drafter.rows_of(seats, sizes.width)[0], first_rows(rows, seats)
         self._grow(seats, sizes, logits, after.nodes.clone(), owners, after.positions.flatten(), rule, sampler)
 
     def draft_passes(self, seats: int, sizes: Sizes, pending: int, rule: Rule, kind: Kind) -> None:
@@ -182,7 +182,7 @@ class Round:
 
     def rows(self, count: int, seats: int) -> BatchRows:
         """Buffers for a pass of this number of rows."""
-        tiles = max_tiles(count, seats + 1, self.target.tile_rows(count / seats)) + 1
+        tiles = max_tiles(count, seats + 1, self.target.tile_rows) + 1
         sized = [array[:count] for array in self._rows[:-2]]
         return BatchRows._make([*sized, self._rows.starts[: seats + 1], self._rows.tiles[:tiles]])
 
@@ -196,8 +196,7 @@ class Round:
         rows = self.rows(sizes.rows if sizes.passes else seats, seats)
         if sizes.passes:
             limits, floor = state["limits"][:seats], state["floor"]
-            tile_rows = target.tile_rows(sizes.rows / seats)
-            choose_rows(trees, live, limits, floor, lengths, target.staging, tile_rows, rows)
+            choose_rows(trees, live, limits, floor, lengths, target.staging, target.tile_rows, rows)
             described = Described._make(array[: sizes.rows] for array in self._described)
             describe_rows(trees, rows, described)
             sample_trees(trees, live, self._turn, self._sampled)

@@ -31,9 +31,9 @@ from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.events import DeviceEvent, Events
 from windfall.engine.gpu.forward import PagedForward
-from windfall.engine.gpu.target import GpuTarget
+from windfall.engine.gpu.target import GpuTarget, in_pages
 from windfall.engine.sequence import Sequence
-from windfall.kernels.pages import PAGE_TOKENS, pages_for
+from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
 from windfall.kernels.rules import Rule
 from windfall.policies.base import TreePolicy
 from windfall.policies.budget import Budget, Load, Sizes
@@ -103,6 +103,7 @@ class GpuBatchRunner:
     ):
         """`drafting` is the `drafter_forward` of `form`, and `budget` that of `policy`. `undrafted`: why requests are
         decoded without drafts although the policy would draft. Raises Unsupported if the target cannot run on pages."""
+        forward = in_pages(gpu_target.forward)
         self.gpu_target, self.policy, self.budget, self.undrafted = gpu_target, policy, budget, undrafted
         limits = limits._replace(seats=min(limits.seats, SEATS[-1]))  # more requests wait
         self.costs = RoundCosts(online_costs.costs, ROUND_ROWS, online_costs.learns)
@@ -111,7 +112,8 @@ class GpuBatchRunner:
         self.state = BatchState(
             gpu_target.graph_cache, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
         )
-        self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS)
+        rows = tile_rows(forward.group)
+        self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, rows)
         self.drafter = None if form is None or not limits.passes else batch_drafter(form, drafting, self.target)
         if self.drafter is not None:
             self.drafter.reserve(limits.width * limits.passes)

@@ -16,7 +16,7 @@ from windfall.engine.gpu.target import GpuTarget, Scored, in_pages
 from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
-from windfall.kernels.pages import PAGE_TOKENS, Pages, tile_rows
+from windfall.kernels.pages import PAGE_TOKENS, Pages
 
 
 class Kind(NamedTuple):
@@ -40,19 +40,15 @@ class BatchTarget:
     straight into the pages.
     """
 
-    def __init__(self, gpu_target: GpuTarget, state: BatchState, pages: int, staged: int):
+    def __init__(self, gpu_target: GpuTarget, state: BatchState, pages: int, staged: int, tile_rows: int):
         """`pages` of the KV cache, the unused one included, and `staged` rows after them."""
         self.gpu_target, self.state, self.forward = gpu_target, state, in_pages(gpu_target.forward)
-        self.taps, self.device = gpu_target.taps, gpu_target.device
+        self.taps, self.device, self.tile_rows = gpu_target.taps, gpu_target.device, tile_rows
         layers, heads, width = self.forward.shape
         self.staging = pages * PAGE_TOKENS
         size = (2, layers, heads, self.staging + staged, width)
         self.kv = torch.zeros(size, dtype=gpu_target.dtype, device=self.device)
-        self.chunk = ChunkBuffers(self.device, state.seats, self.tile_rows(1))
-
-    def tile_rows(self, rows: float) -> int:
-        """Rows of an attention tile, if a request has about this number of rows."""
-        return tile_rows(self.forward.group, rows)
+        self.chunk = ChunkBuffers(self.device, state.seats, tile_rows)
 
     def prefill(self, chunk: Chunk) -> None:
         """Process a chunk of prompts."""
@@ -86,18 +82,16 @@ class BatchTarget:
         prompts: rows of the chunk in its buffers that share the pass; they get no logits.
         """
         if prompts:
-            return self._score_with_prompts(rows, seats, trees, prompts)
-        most = self.tile_rows(len(rows.tokens) / seats)
-        pages = Pages(rows.owners, self.state.lengths[:seats], self.state.tables[:seats], rows.tiles, most)
+            return self._score_with_prompts(rows, trees, prompts)
+        pages = Pages(rows.owners, self.state.lengths[:seats], self.state.tables[:seats], rows.tiles)
         paths = Paths(rows.reach, rows.lineage if trees else None, pages)
         given = Pass.in_pages(rows.tokens, rows.positions, rows.slots, paths)
         logits, states = self.forward(given, self.kv, self.taps, 0)
         return Scored(logits, states, rows.positions)
 
-    def _score_with_prompts(self, rows: BatchRows, seats: int, trees: bool, prompts: int) -> Scored:
+    def _score_with_prompts(self, rows: BatchRows, trees: bool, prompts: int) -> Scored:
         count = len(rows.tokens)
-        most = self.tile_rows(count / seats)
-        given = self.chunk.pass_after(rows, most, prompts, self.state.lengths, self.state.tables, trees)
+        given = self.chunk.pass_after(rows, prompts, self.state.lengths, self.state.tables, trees)
         logits, states = self.forward(given, self.kv, self.taps, 0, count)
         if states is None:
             return Scored(logits, None, rows.positions)
