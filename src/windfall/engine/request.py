@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from windfall.core.stats import Totals
-from windfall.core.types import Counts, Step
+from windfall.core.types import Step
 from windfall.engine.generation import Generation
 from windfall.engine.loop_calls import call_in
 from windfall.engine.sequence import Sequence
@@ -34,7 +34,6 @@ class Request:
         self.finish: str | None = None
         self.error: Exception | None = None
         self.steps: list[Step] = []
-        self.counts: list[Counts] = []  # of each Step
         self.moments: list[float] = []  # when each Step came, in seconds of `time.perf_counter`
         self.changed = threading.Condition()
         self._watchers = 0  # threads that wait for the next Step
@@ -50,13 +49,12 @@ class Request:
         """Seconds from `created` to each Step."""
         return [at - self.created for at in self.moments]
 
-    def put(self, step: Step, now: float, counts: Counts | None = None) -> None:
-        """Add a Step that came now; the last one has a finish reason. `counts`: its own, if they are known.
+    def put(self, step: Step, now: float) -> None:
+        """Add a Step that came now; the last one has a finish reason.
 
         This is called for every request in every round, and takes the lock only if somebody waits. That is safe because
         those who wait look for new Steps after they have said so.
         """
-        self.counts.append(counts or step.counts)
         self.moments.append(now)
         self.steps.append(step)
         if step.finish is not None:
@@ -201,7 +199,7 @@ class Handle:
     @property
     def totals(self) -> Totals:
         """Sums over the Steps so far."""
-        return Totals.of_counts(self._request.counts)
+        return Totals.of(self._request.steps)
 
     @property
     def steps(self) -> list[Step]:

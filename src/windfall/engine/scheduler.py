@@ -192,8 +192,8 @@ class Scheduler:
         self.counters.add_round(steps, counts, self.runner.use, now)
         for request, reason in failed:
             self._fail(request, reason)
-        for (request, step), own in zip(steps, counts, strict=True):
-            request.put(step, now, own)
+        for request, step in steps:
+            request.put(step, now)
 
 
 def over(requests: Iterable[Request], now: float) -> list[Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,12 @@ class Results:
         self.rows: list[int] = (self.arrays["starts"][1:] - self.arrays["starts"][:-1]).tolist()  # verified
         self.taken = [0] * texts  # the tokens that each text has taken, which may end before the accepted ones do
         self.ends = [0] * texts  # the number of all tokens of each text since its prompt
+
+    @cached_property
+    def counts(self) -> list[Counts]:
+        """Those of each Step; read them when the texts have taken their tokens."""
+        accepted, drafted = (self.arrays["accepted"] - 1).tolist(), [rows - 1 for rows in self.rows]
+        return [*zip(self.taken, self.rows, accepted, drafted, repeat(self.sizes.passes), strict=False)]
 
     def path(self, seat: int) -> Tensor:
         """The accepted nodes of a request's verified tree."""
@@ -128,9 +135,7 @@ class BatchStep(Step):
 
     @property
     def counts(self) -> Counts:
-        results, seat = self._results, self._seat
-        rows = results.rows[seat]
-        return results.taken[seat], rows, results.accepted[seat] - 1, rows - 1, results.sizes.passes
+        return self._results.counts[self._seat]
 
     @property
     def draft_passes(self) -> int:
