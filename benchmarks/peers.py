@@ -6,9 +6,9 @@ python benchmarks/peers.py TASK… --write-prompts FILE
 Every way runs in a process of its own: transformers' `generate`, assisted generation, prompt lookup and continuous
 batching (`generate_batch`), and windfall's methods. With N requests at once, the next request begins when one ends;
 `generate` takes batches of N. A round answers 3 N prompts, at least --alone and at most all of them. Its time includes
-prefill, and one round before the others does not count. vLLM needs other libraries: --write-prompts writes the prompts
-as token ids, peers_vllm.py measures them, and --vllm takes over what it wrote. What a way measured is kept in
-FILE.parts; with --resume, only ways without such a file run.
+prefill. One round before the others does not count, and they end when they took three seconds together. vLLM needs
+other libraries: --write-prompts writes the prompts as token ids, peers_vllm.py measures them, and --vllm takes over
+what it wrote. What a way measured is kept in FILE.parts; with --resume, only ways without such a file run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from peers_vllm import hash_of, measured, size
+from peers_vllm import hash_of, measured, repeated, size
 from provenance import publish
 
 import windfall
@@ -78,7 +78,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5, help="at most; a way that takes long has fewer")
     parser.add_argument("--seconds", type=float, default=900, help="limit of each process")
     parser.add_argument("--vllm", metavar="FILE", action="append", default=[], help="what peers_vllm.py wrote")
     parser.add_argument("--resume", action="store_true", help="keep what is in FILE.parts")
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             with server(options, target, ours, count) as serve:
                 chosen = cases[: size(count, options.alone)]
                 run(serve, chosen if ours else chosen[:count], count, ours)  # windfall captures graphs meanwhile
-                runs = [run(serve, chosen, count, ours) for _ in range(options.rounds)]
+                runs = repeated(partial(run, serve, chosen, count, ours), span, options.rounds)
         except (Unavailable, torch.OutOfMemoryError) as error:
             skipped.append(skip(options.way, count, str(error).partition("\n")[0]))
             continue

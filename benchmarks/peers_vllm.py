@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import gc
 import hashlib
 import importlib.metadata
 import itertools
@@ -24,18 +25,21 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 ENGINE = "vLLM"
 HASH_DIGITS = 12
 SPARE_TOKENS = 64  # of the longest text, for drafts
+ENOUGH_SECONDS = 3  # after which a measurement is not repeated
 START_MEMORY = 0.1  # share of the GPU's memory that must be free at the start
 OFFLINE = {  # vLLM looks for a network otherwise
     "HF_HUB_OFFLINE": "1",
@@ -46,6 +50,9 @@ OFFLINE = {  # vLLM looks for a network otherwise
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+T = TypeVar("T")
+Run = tuple[float, list[list[int]]]  # its seconds, and its texts as token ids in the order of the prompts
 
 
 def main() -> None:
@@ -76,13 +83,27 @@ def size(count: int, least: int) -> int:
     return max(3 * count, least)
 
 
-def measured(runs: list[tuple[float, list[list[int]]]]) -> dict[str, Any]:
-    """The figures of runs: the seconds of each, and its texts as token ids, in the order of the prompts."""
+def repeated(run: Callable[[], T], seconds: Callable[[T], float], rounds: int) -> list[T]:
+    """Measure up to `rounds` times, until that took ENOUGH_SECONDS. No garbage is collected while a run is timed."""
+    runs: list[T] = []
+    while not runs or (len(runs) < rounds and sum(map(seconds, runs)) < ENOUGH_SECONDS):
+        gc.collect()
+        gc.disable()
+        try:
+            runs.append(run())
+        finally:
+            gc.enable()
+    return runs
+
+
+def measured(runs: list[Run]) -> dict[str, Any]:
+    """The figures of runs."""
     counts = [sum(map(len, texts)) for _, texts in runs]
     return {
         "tokens_per_second": median(tokens / seconds for tokens, (seconds, _) in zip(counts, runs, strict=True)),
         "tokens": counts[-1],
         "seconds": median(seconds for seconds, _ in runs),
+        "rounds": len(runs),
         "texts": [hash_of(text) for text in runs[-1][1]],
     }
 
@@ -170,7 +191,9 @@ def measure(options: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any
     with locked(options.lock):
         for count in asked["requests"]:
             chosen = asked["ids"][: size(count, asked["alone"])]
-            runs = [run(engine, chosen, params, count, names) for _ in range(asked["rounds"] + 1)][1:]
+            answer = partial(run, engine, chosen, params, count, names)
+            answer()  # vLLM captures graphs
+            runs = repeated(answer, itemgetter(0), asked["rounds"])
             row = {"engine": ENGINE, "version": version, "way": options.setting, "requests": count}
             rows.append({**row, **measured(runs), "tau": None})
     versions = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "transformers")}
@@ -195,8 +218,8 @@ def speculation(setting: str, head: str | None) -> dict[str, Any]:
     return {"speculative_config": {**config, "num_speculative_tokens": int(tokens)}}
 
 
-def run(engine: Any, prompts: list[list[int]], params: Any, count: int, names: Any) -> tuple[float, list[list[int]]]:
-    """Answer all prompts, `count` at once; returns the seconds and the texts."""
+def run(engine: Any, prompts: list[list[int]], params: Any, count: int, names: Any) -> Run:
+    """Answer all prompts, `count` at once."""
     waiting, places, texts = deque(enumerate(prompts)), {}, {}
     started = time.perf_counter()
     while waiting or len(texts) < len(prompts):

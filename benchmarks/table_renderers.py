@@ -378,7 +378,7 @@ def _peer_notes(result: Result) -> list[str]:
     prompts = f"three prompts for each request at once, and at least {settings['alone']}"
     tasks = f"of {counted(len(settings['tasks']), 'task')} in turn"
     how = f"{regime(settings['temperature'])}, {prompts}, {tasks}, {_new_tokens(settings, 'tokens')}"
-    notes = [f"Setting: {how}, prefill included, medians of {counted(settings['rounds'], 'round')}."]
+    notes = [f"Setting: {how}, prefill included, medians of up to {counted(settings['rounds'], 'round')}."]
     for ours, whose in ((True, "windfall's"), (False, "the other engines'")):
         known = [row for row in rows if row["same_texts"] is not None and (row["engine"], row["way"]) != (OURS, PLAIN)]
         own = [row for row in known if (row["engine"] == OURS) is ours]

@@ -130,6 +130,12 @@ def test_settings_of_vllm_measure_one_after_the_other(tmp_path: Path) -> None:
     assert order == ["first", "second"]
 
 
+def test_short_runs_are_repeated() -> None:
+    assert len(peers_vllm.repeated(lambda: 0.01, float, 5)) == 5
+    assert len(peers_vllm.repeated(lambda: peers_vllm.ENOUGH_SECONDS / 1.5, float, 5)) == 2
+    assert len(peers_vllm.repeated(lambda: 60.0, float, 5)) == 1
+
+
 def test_settings_of_vllm() -> None:
     assert peers_vllm.speculation("plain", None) == {}
     config = peers_vllm.speculation("ngram-5", None)["speculative_config"]
@@ -253,7 +259,7 @@ def test_the_table_names_what_is_faster_than_auto() -> None:
         *(row("windfall", "none", 64, 1100.0), row("windfall", "auto", 64, 1000.0)),
         *(row("transformers", "generate", 1, 20.0, 3), row("vLLM", "eagle3-5", 64, 1250.0, 2)),
     ]
-    settings = {"tasks": ["a", "b"], "alone": 12, "tokens": 128, "temperature": 0.0, "rounds": 1, "ignore_eos": False}
+    settings = {"tasks": ["a", "b"], "alone": 12, "tokens": 128, "temperature": 0.0, "rounds": 5, "ignore_eos": False}
     late, reason = {"engine": "vLLM", "way": "plain", "requests": None, "reason": "no."}, "it takes one request at once"
     assisted = {"engine": "transformers", "way": "assisted", "reason": reason}
     skipped = [*({**assisted, "requests": count} for count in (8, 64)), late]
@@ -272,9 +278,9 @@ def test_the_table_names_what_is_faster_than_auto() -> None:
     sentences = [
         "model, bfloat16: With 64 requests, faster than `auto`: vLLM, EAGLE-3 with windfall's head, 5 tokens (1.25x)",
         "and windfall, `none` (1.10x). Setting: greedy, three prompts for each request at once, and at least 12, of",
-        "2 tasks in turn, up to 128 new tokens, prefill included, medians of 1 round. 8 of 8 of windfall's texts are",
-        "those of windfall's plain decoding. 5 of 8 of the other engines' texts are those of windfall's plain",
-        "decoding. transformers, assisted generation with small was left out with 8 and 64 requests: it takes one",
+        "2 tasks in turn, up to 128 new tokens, prefill included, medians of up to 5 rounds. 8 of 8 of windfall's",
+        "texts are those of windfall's plain decoding. 5 of 8 of the other engines' texts are those of windfall's",
+        "plain decoding. transformers, assisted generation with small was left out with 8 and 64 requests: it takes one",
         "request at once. vLLM, plain was left out: no.",
     ]
     assert about == " ".join(sentences)
