@@ -131,8 +131,8 @@ def test_gate_product(monkeypatch: pytest.MonkeyPatch, further: int, gelu: bool)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the kernel has no torch form")
-@pytest.mark.parametrize("rows", [1, 17, 40, 70])
-@pytest.mark.parametrize(("k", "segments"), [(512, 1), (512, 2), (4096, 1), (4096, 3)])
+@pytest.mark.parametrize("rows", [1, 17, 70])
+@pytest.mark.parametrize(("k", "segments"), [(512, 1), (512, 2), (2048, 1), (2048, 3)])
 @pytest.mark.parametrize(("outlier", "bias"), [(False, True), (True, False)])
 def test_products_in_eight_bits(
     monkeypatch: pytest.MonkeyPatch, rows: int, k: int, segments: int, outlier: bool, bias: bool
