@@ -87,7 +87,6 @@ def repeated(run: Callable[[], T], seconds: Callable[[T], float], rounds: int) -
     """Measure up to `rounds` times, until that took ENOUGH_SECONDS. No garbage is collected while a run is timed."""
     runs: list[T] = []
     while not runs or (len(runs) < rounds and sum(map(seconds, runs)) < ENOUGH_SECONDS):
-        gc.collect()
         gc.disable()
         try:
             runs.append(run())

@@ -4,7 +4,7 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,6 @@ os.environ["WINDFALL_CONFIG"] = ""  # the user's own defaults are not for tests
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 gc.set_threshold(50_000, 20, 20)  # tests make many objects, few of them in cycles, and torch's own are many
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # CliRunner builds all commands each time
-
-freeze, unfreeze = gc.freeze, gc.unfreeze
-FROZEN_IN_A_TEST = list[bool]()  # or unfrozen
-
-
-def freeze_imports() -> None:
-    """Collections of garbage need not look at imported modules, which are most of all objects."""
-    gc.collect()
-    freeze()
-    FROZEN_IN_A_TEST.clear()
-
-
-def noted(call: Callable[[], None]) -> Callable[[], None]:
-    def made() -> None:
-        FROZEN_IN_A_TEST.append(True)
-        call()
-
-    return made
-
-
-gc.freeze, gc.unfreeze = noted(freeze), noted(unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -86,18 +65,6 @@ def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windfall.engine.gpu.target.InterfaceForward", refuse)
 
 
-def pytest_collection_finish() -> None:
-    freeze_imports()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def pytest_runtest_teardown() -> None:
     """What a command has set aside for its process, which is ours here, is not for good."""
-    if FROZEN_IN_A_TEST:
-        unfreeze()
-        if nextitem is not None and nextitem.path != item.path:
-            freeze_imports()
-
-
-def pytest_unconfigure() -> None:
-    unfreeze()
+    gc.unfreeze()
