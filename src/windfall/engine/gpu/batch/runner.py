@@ -313,7 +313,7 @@ class GpuBatchRunner:
         if not self._launched:
             return {}
         if self.texts and not len(self._spare_time):
-            self._spare_time.add(self._prepare_sizes())
+            self._spare_time.add("sizes", self._prepare_sizes())
         self._spare_time.use(lambda: not self.work.results.has(self._launched[0].number))
         return self._collect()
 
@@ -429,6 +429,7 @@ class GpuBatchRunner:
     def _collect(self) -> dict[Sequence, Outcome]:
         launched, results = self._launched.pop(0), self.work.results
         block = results.arrays[results.wait(launched.number, patient=True)]
+        self._spare_time.results_came()
         launched.end.wait()
         draft, verify = launched.start.seconds_until(launched.drafted), launched.drafted.seconds_until(launched.end)
         found = Results(block, len(launched.texts), launched.sizes)
@@ -440,7 +441,8 @@ class GpuBatchRunner:
         if found.drafted and self.learns and self._is_lesson():
             self._lessons += 1
             seconds = 0.0 if launched.recorded else found.seconds.total
-            self._spare_time.add(self._learn_acceptance(Sample(block, found, launched.turn), launched.texts, seconds))
+            sample = Sample(block, found, launched.turn)
+            self._spare_time.add("lesson", self._learn_acceptance(sample, launched.texts, seconds))
         self._after_plain = not found.drafted
         self._events.give_back(launched.start, launched.drafted, *(ended for _, ended in launched.prompts))
         if self._last_end is not None:
