@@ -106,6 +106,7 @@ class MadeUpRunner:
             text.late_text.ends.append(end)
             text.late_text.final = text.finish is not None
             steps[text] = self._step(results, seat, text.late_text, text.finish)
+        results.counts = [(taken, TOKENS, TOKENS - 1, TOKENS - 1, 1) for taken in results.taken]
         return steps
 
 

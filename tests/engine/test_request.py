@@ -131,7 +131,8 @@ def test_sums_over_the_steps_are_known_at_any_time() -> None:
     handle = Handle(one)
     assert handle.totals == Totals(0, 0, 0, 0, 0, 0) and handle.ttft is None
     one.put(step(0), one.created + 0.5)
-    one.put(step(1, "length"), one.created + 1.5, (3, 5, 2, 9, 1))
+    last = SimpleNamespace(tokens=(1, 2, 3), finish="length", counts=(3, 5, 2, 9, 1))
+    one.put(cast(Step, last), one.created + 1.5)
     assert handle.totals == Totals(cycles=2, tokens=4, rows=7, accepted=2, drafted=10, draft_passes=2)
     assert handle.ttft == pytest.approx(0.5)
 

@@ -288,6 +288,16 @@ def test_a_runner_that_breaks_fails_its_requests_and_is_replaced(monkeypatch: py
     assert engine().submit(prompt(), **HOW).result(30).token_ids == alone(engine(), 0)
 
 
+def test_an_error_in_the_last_round_of_a_request_reaches_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: Step) -> Any:
+        raise ValueError("no counts")
+
+    made = Engine(Target(tiny()), some_drafter("ngram"), registry.policy("none"))
+    monkeypatch.setattr(Step, "counts", property(fail))
+    with pytest.raises(ValueError, match="no counts"):
+        made.submit(prompt(), max_new_tokens=1).result(20)
+
+
 def test_an_engine_is_freed_at_once_when_it_is_no_longer_used() -> None:
     made = Engine(engine().target, some_drafter("ngram"), registry.policy("none"))
     made.submit(prompt(), **HOW).result()

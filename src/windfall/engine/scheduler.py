@@ -186,9 +186,9 @@ class Scheduler:
                 steps.append((request, outcome))
             elif outcome is not None:
                 failed.append((request, outcome))
+        counts = [step.counts for _, step in steps]  # before any request leaves: an error then reaches all of them
         self._drop([request for request, _ in failed] + [request for request, step in steps if step.finish])
         now = time.perf_counter()
-        counts = [step.counts for _, step in steps]
         self.counters.add_round(steps, counts, self.runner.use, now)
         for request, reason in failed:
             self._fail(request, reason)
