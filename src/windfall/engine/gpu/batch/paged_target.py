@@ -34,7 +34,6 @@ from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, Pages, max_tiles, p
 
 DEPTHS = (16, MAX_VERIFY_ROWS)  # levels of trees in captured passes; longer lineages take longer to send
 SPANS = (32, 128, 512, 2048, 8192)  # pages of a sequence that captured passes read
-USUAL_TREE_ROWS = 64
 NO_TREE = 0  # levels in a pass whose rows are chains
 MOVES = (16, 128, MAX_ROUND_ROWS)  # rows of captured commits
 
@@ -70,7 +69,7 @@ class PagedTarget:
         self.params: list[SamplingParams] = []  # of the sequences, for the next pass
         self._texts: list[Text] = []
         self._trees: list[DraftTree] = []  # of the last pass
-        self.tree_rows = USUAL_TREE_ROWS  # of the largest tree so far
+        self.tree_rows = 1  # of the largest tree so far, or of the trees for which there should be room
         self._tile_rows, rows = tile_rows(cache.forward.group), MAX_ROUND_ROWS
         self._tables = QueuedBuffer(device, tables=(torch.int32, (seats, self.max_pages)))
         self._tables_changed = True
