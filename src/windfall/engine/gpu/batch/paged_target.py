@@ -24,7 +24,6 @@ from windfall.engine.gpu.batch.paged_cache import PagedCache
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, round_rows
 from windfall.engine.gpu.batch.state import ALL_COMMITTED
 from windfall.engine.gpu.forward import Pass, Paths
-from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer, QueuedBuffer, place
 from windfall.kernels.cutoff import cutoffs
@@ -97,13 +96,13 @@ class PagedTarget:
         width, dtype = gpu_target.width, gpu_target.dtype
         self._states = torch.zeros(rows, width, dtype=dtype, device=device) if gpu_target.taps else None
         self._chunk = ChunkBuffers(device, seats, self._tile_rows)
-        self._logits: dict[Key, Tensor] = {}  # memory of each graph that holds its logits
-        self._scored = torch.empty(0)  # logits of the last capture or eager run
+        self._logits: dict[int, Tensor] = {}  # those of the last pass, by its size
         gpu_target.graph_cache.independent.add(self)
 
     def close(self) -> None:
-        """Drop the graphs."""
+        """Drop the graphs and their logits."""
         self.gpu_target.graph_cache.forget(self)
+        self._logits = {}
 
     @property
     def recordings(self) -> int:
@@ -220,13 +219,9 @@ class PagedTarget:
         cache, draws = self.gpu_target.graph_cache, self._write_sampling(seats)
         size, depth = self._write_rows(seats, trees)
         key = ("host verify", size, depth, draws, self._span, self)
-        fresh = key not in cache.graphs
-        cache.refresh(key, partial(self._run_rows, size, depth, draws))
-        if fresh:  # drop the logits of graphs that no longer exist
-            self._logits = {known: kept for known, kept in self._logits.items() if known in cache.graphs}
-            self._logits[key] = self._scored
+        cache.run(key, partial(self._run_rows, size, depth, draws))
         cache.wait()
-        drawn, logits = self._drawn.host["tokens"].tolist() if draws else [], self._logits[key]
+        drawn, logits = self._drawn.host["tokens"].tolist() if draws else [], self._logits[size]
         found, row = [], 0
         for seat, tree in zip(seats, trees, strict=True):
             own, params = slice(row, row + len(tree)), self.params[seat]
@@ -294,7 +289,10 @@ class PagedTarget:
         paths = Paths(there["reach"], self._lineages[depth].device["slots"][:size] if depth else None, pages)
         given = Pass.in_pages(there["tokens"], there["positions"], there["slots"], paths)
         logits, states = self.cache.forward(given, self.cache.kv, gpu_target.taps, 0)
-        self._scored = logits = logits[:size]
+        logits = logits[:size]
+        if size not in self._logits:  # in an eager run: the first run of a graph's work is not captured
+            self._logits[size] = torch.empty_like(logits)
+        self._logits[size].copy_(logits)  # graphs share this memory: there are many, and logits are large
         if self._states is not None and states is not None:  # other graphs may reuse the memory
             self._states[:size].copy_(states[:size])
         if draws is not None:
