@@ -312,15 +312,16 @@ class PagedTarget:
     def commit(self, paths: list[Tensor]) -> None:
         """Keep the rows of these nodes of the trees last scored."""
         sources, goals = list[Integers](), list[Integers]()
-        for text, tree, path in zip(self._texts, self._trees, paths, strict=True):
+        for text, path in zip(self._texts, paths, strict=True):
             length, nodes = len(text.tokens), path.numpy()
             moved = nodes != np.arange(len(nodes))
             sources.append(text.slots(length + nodes[moved]))
             goals.append(text.slots(length + np.flatnonzero(moved)))
-            text.tokens += tree.arrays.tokens[nodes].tolist()
         source, goal = np.concatenate(sources), np.concatenate(goals)
         for start in range(0, len(source), MAX_ROUND_ROWS):
             self._move(source[start : start + MAX_ROUND_ROWS], goal[start : start + MAX_ROUND_ROWS])
+        for text, tree, path in zip(self._texts, self._trees, paths, strict=True):  # now their keys are in place
+            text.tokens += tree.arrays.tokens[path.numpy()].tolist()
 
     def _move(self, source: Integers, goal: Integers) -> None:
         here, size = self._moves.wait_writable(), MOVES[bisect_left(MOVES, len(source))]
