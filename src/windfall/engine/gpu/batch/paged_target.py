@@ -120,7 +120,18 @@ class PagedTarget:
     def join(self, prompts: list[list[int]]) -> list[Tensor] | None:
         """Add sequences to those that run; returns what `prefill` returned for them."""
         self.cache.forget_outdated()
-        first, queue = len(self._texts), PromptQueue()
+        first = len(self._texts)
+        try:
+            return self._join(prompts, first)
+        except BaseException:  # pages of the new sequences may hold no keys yet: they are not remembered
+            for text in self._texts[first:]:
+                self.cache.pool.release(text.pages)
+            del self._texts[first:]
+            raise
+
+    def _join(self, prompts: list[list[int]], first: int) -> list[Tensor] | None:
+        """Add sequences from seat `first` on."""
+        queue = PromptQueue()
         for seat, prompt in enumerate(prompts, first):
             known = self.cache.pool.find(prompt[:-1]) if self._keeps_prompts else []
             text = Text(prompt[:-1], list(known))
