@@ -196,6 +196,23 @@ def test_a_tree_that_is_too_large_fails_alone(monkeypatch: pytest.MonkeyPatch) -
     assert all_pages_are_free(found)
 
 
+def test_processed_logprobs_of_a_text_that_moves() -> None:
+    """A prompt of one token begins in the host loop, where the host draws; in pages, the pass does."""
+    found = engine("llama", "ngram", "beam", graphs=True)
+    how = {"logprobs": 0, "logprobs_mode": "processed", "temperature": 1.0, "seed": 9, "top_p": 0.8}
+    asked: dict[str, Any] = {"max_new_tokens": 150, "eos": (), **how}
+    alone = found.generate(prompt(1), **asked)
+    moving = found.submit(prompt(1), **asked)
+    next(iter(moving))
+    other = found.submit(prompt(9), repetition_penalty=1.2, **ASKED)
+    moved = moving.result(60)
+    other.result(60)
+    assert moved.token_ids == alone.token_ids
+    logprobs = [[each.logprob for each in text.logprobs or ()] for text in (moved, alone)]
+    assert logprobs[0] == pytest.approx(logprobs[1])
+    found.close()
+
+
 def test_larger_trees_than_before_wait_for_pages() -> None:
     """A request does not fail because others use the pages that its tree needs: the scheduler makes room first."""
     found = engine("llama", "eagle3", "svip", graphs=True)
