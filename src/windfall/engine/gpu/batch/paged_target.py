@@ -19,7 +19,7 @@ from torch import Tensor
 from windfall.core.sampling import signed
 from windfall.core.tree import DraftTree, Integers
 from windfall.core.types import InputError, SamplingParams, Scores
-from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, PromptQueue, slots_of
+from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, PromptQueue
 from windfall.engine.gpu.batch.paged_cache import PagedCache
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, round_rows
 from windfall.engine.gpu.batch.state import ALL_COMMITTED
@@ -34,6 +34,7 @@ from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, Pages, max_tiles, p
 DEPTHS = (16, MAX_VERIFY_ROWS)  # levels of trees in captured passes; longer lineages take longer to send
 SPANS = (32, 128, 512, 2048, 8192)  # pages of a sequence that captured passes read
 NO_TREE = 0  # levels in a pass whose rows are chains
+ROWS = ("tokens", "parents", "depth")  # the arrays of a tree that describe its rows
 MOVES = (16, 128, MAX_ROUND_ROWS)  # rows of captured commits
 
 
@@ -44,15 +45,12 @@ class Text:
     tokens: list[int]  # committed ones
     pages: list[int]
 
-    def slots(self, positions: Integers) -> Integers:
-        return slots_of(self.pages, positions)
-
 
 class Draws(NamedTuple):
     """How a pass draws the tokens after its rows."""
 
-    greedy: bool  # all of them
-    filtered: bool
+    greedy: bool  # none draws at random
+    filtered: bool  # some exclude unlikely tokens
 
 
 class PagedTarget:
@@ -261,37 +259,43 @@ class PagedTarget:
 
     def _write_rows(self, seats: range, trees: list[DraftTree]) -> tuple[int, int]:
         """Send the rows of a pass; returns its size, and the levels of its lineages."""
-        here, count = self._rows.wait_writable(), sum(map(len, trees))
-        size, chains = round_rows(count), all(map(is_chain, trees))
-        deepest = max(int(tree.arrays.depth.max()) for tree in trees) + 1
-        depth = NO_TREE if chains else DEPTHS[bisect_left(DEPTHS, deepest)]
-        lineage = None if chains else self._lineages[depth].wait_writable()["slots"]
-        row, tiles, lengths = 0, list[int](), self._settings.host["lengths"]
-        for seat, tree in zip(seats, trees, strict=True):
-            text, known, own = self._texts[seat], tree.arrays, slice(row, row + len(tree))
-            length = len(text.tokens)
-            slots = text.slots(length + np.arange(len(tree)))
-            here["tokens"][own] = known.tokens
-            here["positions"][own] = length + known.depth
-            here["slots"][own] = slots
-            here["reach"][own] = length + known.depth + 1
-            here["owners"][own] = seat
-            lengths[seat] = ALL_COMMITTED if chains else length
-            if lineage is not None:
-                node, ancestor = np.nonzero(tree.ancestry())
-                lineage[row + node, known.depth[ancestor]] = slots[ancestor]
-            tiles += range(own.start, own.stop, self._tile_rows)
-            row += len(tree)
-        for name in ("tokens", "positions", "slots", "reach", "owners"):
+        here, (own, row, first) = self._rows.wait_writable(), layout([*map(len, trees)])
+        count, owners, starts = len(row), own + seats.start, self._lengths[seats.start : seats.stop]
+        size, length, node = round_rows(count), starts[own], row - first
+        tokens, parents, depth = (np.concatenate([getattr(each.arrays, name) for each in trees]) for name in ROWS)
+        slots = self._slots(owners, length + node)
+        values = tokens, length + depth, slots, length + depth + 1, owners
+        for name, given in zip(("tokens", "positions", "slots", "reach", "owners"), values, strict=True):
+            here[name][:count] = given
             here[name][count:size] = UNUSED_PAGE * PAGE_TOKENS if name == "slots" else 0
-        tiles += range(count, size, self._tile_rows)
+        padding = np.arange(count, size, self._tile_rows)
+        tiles = np.concatenate([np.flatnonzero(node % self._tile_rows == 0), padding])
         here["tiles"][:] = size
         here["tiles"][: len(tiles)] = tiles
+        chains = bool((parents == node - 1).all())  # each node is the parent of the next one
+        levels = NO_TREE if chains else DEPTHS[bisect_left(DEPTHS, int(depth.max()) + 1)]
+        self._settings.host["lengths"][seats.start : seats.stop] = ALL_COMMITTED if chains else starts
         self._send_settings()
         self._rows.send()
         if not chains:
-            self._lineages[depth].send()
-        return size, depth
+            buffer, above = self._lineages[levels], np.maximum(parents, 0) + first
+            lineage, ancestor = buffer.wait_writable()["slots"], row
+            for _ in range(int(depth.max()) + 1):  # up to the root, which is its own parent here
+                lineage[row, depth[ancestor]] = slots[ancestor]
+                ancestor = above[ancestor]
+            buffer.send()
+        return size, levels
+
+    @property
+    def _lengths(self) -> Integers:
+        """The number of committed tokens of each sequence."""
+        return np.array([len(text.tokens) for text in self._texts])
+
+    def _slots(self, owners: Integers, positions: Integers) -> Integers:
+        """The slots of these positions of these sequences."""
+        pages = self._tables.host["tables"][owners, positions // PAGE_TOKENS].astype(np.int64)
+        found: Integers = pages * PAGE_TOKENS + positions % PAGE_TOKENS
+        return found
 
     def _run_rows(self, size: int, depth: int, draws: Draws | None) -> None:
         gpu_target, there = self.gpu_target, {name: array[:size] for name, array in self._rows.device.items()}
@@ -322,13 +326,10 @@ class PagedTarget:
     @torch.inference_mode()
     def commit(self, paths: list[Tensor]) -> None:
         """Keep the rows of these nodes of the trees last scored."""
-        sources, goals = list[Integers](), list[Integers]()
-        for text, path in zip(self._texts, paths, strict=True):
-            length, nodes = len(text.tokens), path.numpy()
-            moved = nodes != np.arange(len(nodes))
-            sources.append(text.slots(length + nodes[moved]))
-            goals.append(text.slots(length + np.flatnonzero(moved)))
-        source, goal = np.concatenate(sources), np.concatenate(goals)
+        owners, row, first = layout([*map(len, paths)])
+        nodes, places, starts = np.concatenate([path.numpy() for path in paths]), row - first, self._lengths[owners]
+        moved = np.flatnonzero(nodes != places)
+        source, goal = (self._slots(owners[moved], (starts + each)[moved]) for each in (nodes, places))
         for start in range(0, len(source), MAX_ROUND_ROWS):
             self._move(source[start : start + MAX_ROUND_ROWS], goal[start : start + MAX_ROUND_ROWS])
         for text, tree, path in zip(self._texts, self._trees, paths, strict=True):  # now their keys are in place
@@ -359,18 +360,20 @@ def needs_logits(params: SamplingParams) -> bool:
     return params.logprobs is not None or params.constraint is not None
 
 
-def is_chain(tree: DraftTree) -> bool:
-    """Whether each node is the parent of the next one."""
-    parents = tree.arrays.parents
-    return bool((parents[1:] == np.arange(len(parents) - 1)).all())
+def layout(counts: list[int]) -> tuple[Integers, Integers, Integers]:
+    """Rows of several groups, one group after the other: the group of each row, its number among all rows, and the
+    number of the first row of its group."""
+    ends: Integers = np.cumsum(np.array(counts, np.int64))
+    group: Integers = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    return group, np.arange(len(group), dtype=np.int64), (ends - counts)[group]
 
 
 def parts_of(trees: list[DraftTree]) -> Iterator[range]:
     """Successive trees whose rows fit into one pass."""
     start = rows = 0
-    for place_, tree in enumerate(trees):
+    for number, tree in enumerate(trees):
         if rows + len(tree) > MAX_ROUND_ROWS:
-            yield range(start, place_)
-            start, rows = place_, 0
+            yield range(start, number)
+            start, rows = number, 0
         rows += len(tree)
     yield range(start, len(trees))
