@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -163,6 +165,23 @@ def test_pages_with_keys_of_earlier_weights_are_not_remembered() -> None:
     target.params, roots = [SamplingParams()] * 2, [DraftTree.root(prompt(n)[-1]) for n in (9, 100)]
     for mine, wanted in zip(target.score(roots), found.target.score(roots), strict=True):
         assert torch.allclose(mine.logits, wanted.logits, atol=1e-9)
+
+
+def test_the_kv_cache_is_freed_with_its_runner() -> None:
+    """At once, because the next one takes a share of the free memory: no cycle of references keeps it."""
+    target, found = made()
+    target.prefill([prompt(9)])
+    target.params = [SamplingParams()]
+    target.score([DraftTree.root(1)])
+    kept = weakref.ref(target.cache)
+    gc.collect()
+    gc.disable()
+    try:
+        del target
+        found._dispatcher.forget_runner()
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_too_large_trees_and_too_few_pages() -> None:

@@ -61,6 +61,7 @@ class PagedTarget:
         pages of sequences with the same beginning; those pages have no keys of a drafter."""
         gpu_target, device, long, number = cache.gpu_target, cache.gpu_target.device, torch.long, torch.float32
         self.cache, self.gpu_target, self.seats = cache, gpu_target, seats
+        self._buffers_id = object()  # part of the keys of its graphs, which would otherwise keep the KV cache
         self._keeps_prompts = keeps_prompts and not gpu_target.taps  # states of known pages are not kept
         self.longest, self.max_pages = longest, pages_for(longest + MAX_VERIFY_ROWS)
         self.params: list[SamplingParams] = []  # of the sequences, for the next pass
@@ -95,11 +96,11 @@ class PagedTarget:
         self._states = torch.zeros(rows, width, dtype=dtype, device=device) if gpu_target.taps else None
         self._chunk = ChunkBuffers(device, seats, self._tile_rows)
         self._logits: dict[int, Tensor] = {}  # those of the last pass, by its size
-        gpu_target.graph_cache.independent.add(self)
+        gpu_target.graph_cache.independent.add(self._buffers_id)
 
     def close(self) -> None:
         """Drop the graphs and their logits."""
-        self.gpu_target.graph_cache.forget(self)
+        self.gpu_target.graph_cache.forget(self._buffers_id)
         self._logits = {}
 
     @property
@@ -156,7 +157,7 @@ class PagedTarget:
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Process a chunk of prompts; returns the tapped states of its rows, valid until the next pass."""
         self._chunk.fill(chunk)
-        key = ("host prefill", chunk.size, chunk.alone, self._span, self)
+        key = ("host prefill", chunk.size, chunk.alone, self._span, self._buffers_id)
         self.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
         return self.gpu_target.chunk_states
 
@@ -227,7 +228,7 @@ class PagedTarget:
         """One pass over the trees of these seats. `copies`: another pass follows, and uses the same memory."""
         cache, draws = self.gpu_target.graph_cache, self._write_sampling(seats)
         size, depth = self._write_rows(seats, trees)
-        key = ("host verify", size, depth, draws, self._span, self)
+        key = ("host verify", size, depth, draws, self._span, self._buffers_id)
         cache.run(key, partial(self._run_rows, size, depth, draws))
         cache.wait()
         drawn, logits = self._drawn.host["tokens"].tolist() if draws else [], self._logits[size]
@@ -343,7 +344,7 @@ class PagedTarget:
         self._moves.send()
         there, kv = self._moves.device, self.cache.kv.view(-1, *self.cache.kv.shape[-2:])
         work = partial(move, kv, there["source"][:size], there["goal"][:size])
-        self.gpu_target.graph_cache.run(("host commit", size, self), work)
+        self.gpu_target.graph_cache.run(("host commit", size, self._buffers_id), work)
 
     def states(self, hidden: Tensor, path: Tensor) -> Tensor:
         """The hidden states [N, taps * H] of a committed path."""
