@@ -11,7 +11,7 @@ from helpers.cli import character_tokenizer
 from helpers.gpu import engine
 from helpers.tiny import prompt, tiny
 from windfall import registry
-from windfall.core.types import InputError, Step
+from windfall.core.types import InputError, SamplingParams, Step
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch.paged_target import PagedTarget
 from windfall.engine.paged_host_runner import PagedHostRunner
@@ -194,6 +194,46 @@ def test_a_tree_that_is_too_large_fails_alone(monkeypatch: pytest.MonkeyPatch) -
         handles[0].result(60)
     found.close()
     assert all_pages_are_free(found)
+
+
+def test_processed_logprobs_of_a_text_that_moves() -> None:
+    """A prompt of one token begins in the host loop, where the host draws; in pages, the pass does."""
+    found = engine("llama", "ngram", "beam", graphs=True)
+    how = {"logprobs": 0, "logprobs_mode": "processed", "temperature": 1.0, "seed": 9, "top_p": 0.8}
+    asked: dict[str, Any] = {"max_new_tokens": 150, "eos": (), **how}
+    alone = found.generate(prompt(1), **asked)
+    moving = found.submit(prompt(1), **asked)
+    next(iter(moving))
+    other = found.submit(prompt(9), repetition_penalty=1.2, **ASKED)
+    moved = moving.result(60)
+    other.result(60)
+    assert moved.token_ids == alone.token_ids
+    logprobs = [[each.logprob for each in text.logprobs or ()] for text in (moved, alone)]
+    assert logprobs[0] == pytest.approx(logprobs[1])
+    found.close()
+
+
+def test_larger_trees_than_before_wait_for_pages() -> None:
+    """A request does not fail because others use the pages that its tree needs: the scheduler makes room first."""
+    found = engine("llama", "eagle3", "svip", graphs=True)
+    page, large = 64 * found.target.decoder.row_bytes, registry.policy("beam", nodes=200, k=20, depth=6)
+    small = Engine(found.target, found.drafter, found.policy, True, found.gpu_options, kv_memory=9 * page)
+    paged = small._paged()
+    assert paged is not None and paged.target is not None
+    runner, pool = PagedHostRunner(paged.target, small.drafter, small.online_costs), paged.target.cache.pool
+    text, params = prompt(20), SamplingParams(**ASKED)
+    sequence = small._request(text, params, large).sequence
+    runner.join([sequence])
+    others = pool.take(pool.pages - 2)
+    assert runner.fits({sequence: 20, small._request(text, params).sequence: 20})
+    assert runner.round() == {} and sequence.tokens == text
+    assert runner.pages_needed({sequence: 20}) > 2
+    pool.release(others)
+    while sequence.finish is None:
+        assert isinstance(runner.round()[sequence], Step)
+    assert sequence.tokens[20:] == found.generate(text, **ASKED).token_ids
+    runner.leave([sequence])
+    assert pool.available == pool.pages
 
 
 def test_a_runner_keeps_its_graphs_between_busy_times() -> None:

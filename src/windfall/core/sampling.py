@@ -200,10 +200,14 @@ class Sampler:
         On a CPU, or with processors, it draws on demand, so that only visited nodes are processed, in order. On a GPU
         all nodes are drawn at once.
         """
-        self._processed = {}
+        self.forget_processed()
         if logits.device.type == "cpu" or self.params.processors:
             return lambda node: int(self._draw(tree, logits, committed, torch.tensor([node])))
         return self._draw(tree, logits, committed, torch.arange(len(tree))).tolist().__getitem__
+
+    def forget_processed(self) -> None:
+        """A new pass begins: processed logits of the last one mean nothing for its tree."""
+        self._processed = {}
 
     def draw_masked(self, tree: DraftTree, logits: Tensor, committed: list[int], node: int, mask: Tensor) -> int:
         """The token that follows a node, one of those that the mask [V] allows."""

@@ -33,7 +33,7 @@ USUAL_PENDING_TOKENS = 16  # a drafter that drafted in the last cycle has to tak
 
 
 class LoopTarget(Protocol):
-    """What the loop needs of a target. Lists have one entry for each sequence, always in the same order."""
+    """What the loop needs from a target. Lists have one entry for each sequence, always in the same order."""
 
     @property
     def recordings(self) -> int:

@@ -162,7 +162,7 @@ class HostRunner:
                 outcomes.update(self._round())
             except Exception as error:
                 outcomes[sequence] = error
-        self.live = {n: each for n, each in everyone.items() if not isinstance(outcomes[each], Exception)}
+        self.live = {n: each for n, each in everyone.items() if not isinstance(outcomes.get(each), Exception)}
         self._start(list(self.live.values()))
         return outcomes
 

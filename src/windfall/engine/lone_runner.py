@@ -22,6 +22,8 @@ class LoneRunner:
         self._others: set[Sequence] = set()  # that run together
 
     def join(self, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
         if len(sequences) == 1 and not self._lone and not self._others:
             self._alone.join(sequences)
             self._lone = list(sequences)

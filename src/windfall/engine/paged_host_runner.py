@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.batch_runner import Outcome, Use
-from windfall.engine.host_runner import HostRunner
+from windfall.engine.host_runner import TREE_ROWS, HostRunner
 from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS, pages_for
 
@@ -26,10 +26,20 @@ class PagedHostRunner(HostRunner):
     def __init__(self, target: PagedTarget, drafter: Drafter, online_costs: OnlineCosts):
         super().__init__(target, drafter, target.gpu_target.device, online_costs, costs_are_of_gpu=online_costs.learns)
         self._paged = target
+        target.tree_rows = TREE_ROWS  # until a tree is larger
 
     def _round(self) -> dict[Sequence, Outcome]:
+        """One cycle. If trees are larger than any before and there are no pages for them, nothing happens: `fits` then
+        counts trees of this size, so that the scheduler makes room."""
         self._paged.params = [sequence.params for sequence in self.live.values()]
-        return super()._round()
+        known = self._paged.tree_rows
+        try:
+            return super()._round()
+        except MemoryError:
+            if self.loop.walked or self._paged.tree_rows == known:
+                raise
+            self._start(list(self.live.values()))
+            return {}
 
     def pages_needed(self, lengths: Mapping[Sequence, int]) -> int:
         """Pages for sequences of these lengths and their trees; those that sequences share are counted for each."""

@@ -12,9 +12,9 @@ from windfall.engine.sequence import Sequence
 class SerialRunner:
     """A `BatchRunner` that decodes the sequence that joined first, while the others wait.
 
-    On a GPU this is for a request that needs the host in every cycle while no other does, and for several where the
-    model cannot use a KV cache in pages: the logits of a text that runs alone do not depend on other requests, and in a
-    padded batch they would.
+    On a GPU it decodes a request that needs the host in every cycle, while there is only one of them. Where the model
+    cannot use a KV cache in pages, it decodes several, one after the other: in a padded batch, the logits of a text
+    would depend on the other requests.
     """
 
     def __init__(self, decode: Callable[[Sequence], Iterator[Step]]):

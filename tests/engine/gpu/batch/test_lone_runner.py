@@ -107,6 +107,14 @@ def test_who_runs_where() -> None:
     assert runner.round() == {"b": "alone"}
 
 
+def test_a_text_stays_alone_if_nothing_joins() -> None:
+    """`SplitRunner` also joins an empty list, when all new texts are for its other runner."""
+    runner = LoneRunner(Fake("alone"), Fake("together"))  # type: ignore[arg-type]
+    runner.join([Text("a")])  # type: ignore[list-item]
+    runner.join([])
+    assert runner.round() == {"a": "alone"}
+
+
 def test_a_text_that_is_left_over_moves_back_if_it_no_longer_fits() -> None:
     alone, together = Fake("alone"), Fake("together")
     runner = LoneRunner(alone, together)  # type: ignore[arg-type]

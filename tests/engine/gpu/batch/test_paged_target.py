@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import InputError, SamplingParams
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch import paged_target
+from windfall.engine.gpu.batch.chunks import Chunk
 from windfall.engine.gpu.batch.paged_target import PagedTarget
 
 LENGTHS = (70, 9, 2, 63)
@@ -149,6 +152,38 @@ def test_known_pages_are_forgotten_when_weights_change() -> None:
     assert torch.allclose(target.score(roots)[0].logits, found.target.score(roots)[0].logits, atol=1e-9)
 
 
+def test_pages_with_keys_of_earlier_weights_are_not_remembered() -> None:
+    """Of a sequence that runs while weights change, and leaves after another has joined."""
+    target, found = made()
+    target.prefill([prompt(100)])
+    with torch.no_grad():
+        found.target.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    target.join([prompt(9)])
+    target.retain([1])
+    target.join([prompt(100)])
+    found.target.prefill([prompt(9), prompt(100)])
+    target.params, roots = [SamplingParams()] * 2, [DraftTree.root(prompt(n)[-1]) for n in (9, 100)]
+    for mine, wanted in zip(target.score(roots), found.target.score(roots), strict=True):
+        assert torch.allclose(mine.logits, wanted.logits, atol=1e-9)
+
+
+def test_the_kv_cache_is_freed_with_its_runner() -> None:
+    """At once, because the next one takes a share of the free memory: no cycle of references keeps it."""
+    target, found = made()
+    target.prefill([prompt(9)])
+    target.params = [SamplingParams()]
+    target.score([DraftTree.root(1)])
+    kept = weakref.ref(target.cache)
+    gc.collect()
+    gc.disable()
+    try:
+        del target
+        found._dispatcher.forget_runner()
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 def test_too_large_trees_and_too_few_pages() -> None:
     target, found = made(max_requests=2)
     target.prefill([prompt(9)])
@@ -161,3 +196,35 @@ def test_too_large_trees_and_too_few_pages() -> None:
     small.prefill([prompt(130)])
     assert small.cache.pool.available == 0
     assert small.gpu_target.dtype == PRECISE
+
+
+def test_pages_of_a_failed_join_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold no keys: the next sequence with the same beginning computes them."""
+    target, found = made()
+    pool, text, run = target.cache.pool, prompt(130), target._prefill
+    target.prefill([prompt(70)])
+    held = pool.available
+
+    def fails(chunk: Chunk) -> None:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(target, "_prefill", fails)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        target.join([prompt(9), text])
+    assert pool.available == held
+    monkeypatch.setattr(target, "_prefill", run)
+    target.prefill([text])
+    found.target.prefill([text])
+    target.params, roots = [SamplingParams()], [DraftTree.root(text[-1])]
+    assert torch.allclose(target.score(roots)[0].logits, found.target.score(roots)[0].logits, atol=1e-9)
+
+
+def test_passes_of_one_size_share_the_memory_of_their_logits() -> None:
+    target, _ = made()
+    texts = [prompt(9, seed=seed) for seed in range(2)]
+    target.prefill(texts)
+    for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=1), SamplingParams(top_k=2, seed=1)):
+        for sizes in ((5, 3), (1, 1)):
+            target.params = [params] * 2
+            target.score(trees_after(texts, sizes))
+    assert [*target._logits] == [8]

@@ -19,12 +19,11 @@ from torch import Tensor
 from windfall.core.sampling import signed
 from windfall.core.tree import DraftTree, Integers
 from windfall.core.types import InputError, SamplingParams, Scores
-from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, PromptQueue, slots_of
+from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, PromptQueue
 from windfall.engine.gpu.batch.paged_cache import PagedCache
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, round_rows
 from windfall.engine.gpu.batch.state import ALL_COMMITTED
 from windfall.engine.gpu.forward import Pass, Paths
-from windfall.engine.gpu.graphs import Key
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer, QueuedBuffer, place
 from windfall.kernels.cutoff import cutoffs
@@ -34,8 +33,8 @@ from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, Pages, max_tiles, p
 
 DEPTHS = (16, MAX_VERIFY_ROWS)  # levels of trees in captured passes; longer lineages take longer to send
 SPANS = (32, 128, 512, 2048, 8192)  # pages of a sequence that captured passes read
-USUAL_TREE_ROWS = 64
 NO_TREE = 0  # levels in a pass whose rows are chains
+ROWS = ("tokens", "parents", "depth")  # the arrays of a tree that describe its rows
 MOVES = (16, 128, MAX_ROUND_ROWS)  # rows of captured commits
 
 
@@ -46,15 +45,12 @@ class Text:
     tokens: list[int]  # committed ones
     pages: list[int]
 
-    def slots(self, positions: Integers) -> Integers:
-        return slots_of(self.pages, positions)
-
 
 class Draws(NamedTuple):
     """How a pass draws the tokens after its rows."""
 
-    greedy: bool  # all of them
-    filtered: bool
+    greedy: bool  # none draws at random
+    filtered: bool  # some exclude unlikely tokens
 
 
 class PagedTarget:
@@ -65,12 +61,13 @@ class PagedTarget:
         pages of sequences with the same beginning; those pages have no keys of a drafter."""
         gpu_target, device, long, number = cache.gpu_target, cache.gpu_target.device, torch.long, torch.float32
         self.cache, self.gpu_target, self.seats = cache, gpu_target, seats
+        self._buffers_id = object()  # part of the keys of its graphs, which would otherwise keep the KV cache
         self._keeps_prompts = keeps_prompts and not gpu_target.taps  # states of known pages are not kept
         self.longest, self.max_pages = longest, pages_for(longest + MAX_VERIFY_ROWS)
         self.params: list[SamplingParams] = []  # of the sequences, for the next pass
         self._texts: list[Text] = []
         self._trees: list[DraftTree] = []  # of the last pass
-        self.tree_rows = USUAL_TREE_ROWS  # of the largest tree so far
+        self.tree_rows = 1  # of the largest tree so far, or of the trees for which there should be room
         self._tile_rows, rows = tile_rows(cache.forward.group), MAX_ROUND_ROWS
         self._tables = QueuedBuffer(device, tables=(torch.int32, (seats, self.max_pages)))
         self._tables_changed = True
@@ -98,13 +95,13 @@ class PagedTarget:
         width, dtype = gpu_target.width, gpu_target.dtype
         self._states = torch.zeros(rows, width, dtype=dtype, device=device) if gpu_target.taps else None
         self._chunk = ChunkBuffers(device, seats, self._tile_rows)
-        self._logits: dict[Key, Tensor] = {}  # memory of each graph that holds its logits
-        self._scored = torch.empty(0)  # logits of the last capture or eager run
-        gpu_target.graph_cache.independent.add(self)
+        self._logits: dict[int, Tensor] = {}  # those of the last pass, by its size
+        gpu_target.graph_cache.independent.add(self._buffers_id)
 
     def close(self) -> None:
-        """Drop the graphs."""
-        self.gpu_target.graph_cache.forget(self)
+        """Drop the graphs and their logits."""
+        self.gpu_target.graph_cache.forget(self._buffers_id)
+        self._logits = {}
 
     @property
     def recordings(self) -> int:
@@ -122,7 +119,18 @@ class PagedTarget:
     def join(self, prompts: list[list[int]]) -> list[Tensor] | None:
         """Add sequences to those that run; returns what `prefill` returned for them."""
         self.cache.forget_outdated()
-        first, queue = len(self._texts), PromptQueue()
+        first = len(self._texts)
+        try:
+            return self._join(prompts, first)
+        except BaseException:  # pages of the new sequences may hold no keys yet: they are not remembered
+            for text in self._texts[first:]:
+                self.cache.pool.release(text.pages)
+            del self._texts[first:]
+            raise
+
+    def _join(self, prompts: list[list[int]], first: int) -> list[Tensor] | None:
+        """Add sequences from seat `first` on."""
+        queue = PromptQueue()
         for seat, prompt in enumerate(prompts, first):
             known = self.cache.pool.find(prompt[:-1]) if self._keeps_prompts else []
             text = Text(prompt[:-1], list(known))
@@ -149,7 +157,7 @@ class PagedTarget:
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Process a chunk of prompts; returns the tapped states of its rows, valid until the next pass."""
         self._chunk.fill(chunk)
-        key = ("host prefill", chunk.size, chunk.alone, self._span, self)
+        key = ("host prefill", chunk.size, chunk.alone, self._span, self._buffers_id)
         self.gpu_target.graph_cache.run(key, partial(self._run_chunk, chunk.size, chunk.alone))
         return self.gpu_target.chunk_states
 
@@ -220,14 +228,10 @@ class PagedTarget:
         """One pass over the trees of these seats. `copies`: another pass follows, and uses the same memory."""
         cache, draws = self.gpu_target.graph_cache, self._write_sampling(seats)
         size, depth = self._write_rows(seats, trees)
-        key = ("host verify", size, depth, draws, self._span, self)
-        fresh = key not in cache.graphs
-        cache.refresh(key, partial(self._run_rows, size, depth, draws))
-        if fresh:  # drop the logits of graphs that no longer exist
-            self._logits = {known: kept for known, kept in self._logits.items() if known in cache.graphs}
-            self._logits[key] = self._scored
+        key = ("host verify", size, depth, draws, self._span, self._buffers_id)
+        cache.run(key, partial(self._run_rows, size, depth, draws))
         cache.wait()
-        drawn, logits = self._drawn.host["tokens"].tolist() if draws else [], self._logits[key]
+        drawn, logits = self._drawn.host["tokens"].tolist() if draws else [], self._logits[size]
         found, row = [], 0
         for seat, tree in zip(seats, trees, strict=True):
             own, params = slice(row, row + len(tree)), self.params[seat]
@@ -256,37 +260,43 @@ class PagedTarget:
 
     def _write_rows(self, seats: range, trees: list[DraftTree]) -> tuple[int, int]:
         """Send the rows of a pass; returns its size, and the levels of its lineages."""
-        here, count = self._rows.wait_writable(), sum(map(len, trees))
-        size, chains = round_rows(count), all(map(is_chain, trees))
-        deepest = max(int(tree.arrays.depth.max()) for tree in trees) + 1
-        depth = NO_TREE if chains else DEPTHS[bisect_left(DEPTHS, deepest)]
-        lineage = None if chains else self._lineages[depth].wait_writable()["slots"]
-        row, tiles, lengths = 0, list[int](), self._settings.host["lengths"]
-        for seat, tree in zip(seats, trees, strict=True):
-            text, known, own = self._texts[seat], tree.arrays, slice(row, row + len(tree))
-            length = len(text.tokens)
-            slots = text.slots(length + np.arange(len(tree)))
-            here["tokens"][own] = known.tokens
-            here["positions"][own] = length + known.depth
-            here["slots"][own] = slots
-            here["reach"][own] = length + known.depth + 1
-            here["owners"][own] = seat
-            lengths[seat] = ALL_COMMITTED if chains else length
-            if lineage is not None:
-                node, ancestor = np.nonzero(tree.ancestry())
-                lineage[row + node, known.depth[ancestor]] = slots[ancestor]
-            tiles += range(own.start, own.stop, self._tile_rows)
-            row += len(tree)
-        for name in ("tokens", "positions", "slots", "reach", "owners"):
+        here, (own, row, first) = self._rows.wait_writable(), layout([*map(len, trees)])
+        count, owners, starts = len(row), own + seats.start, self._lengths[seats.start : seats.stop]
+        size, length, node = round_rows(count), starts[own], row - first
+        tokens, parents, depth = (np.concatenate([getattr(each.arrays, name) for each in trees]) for name in ROWS)
+        slots = self._slots(owners, length + node)
+        values = tokens, length + depth, slots, length + depth + 1, owners
+        for name, given in zip(("tokens", "positions", "slots", "reach", "owners"), values, strict=True):
+            here[name][:count] = given
             here[name][count:size] = UNUSED_PAGE * PAGE_TOKENS if name == "slots" else 0
-        tiles += range(count, size, self._tile_rows)
+        padding = np.arange(count, size, self._tile_rows)
+        tiles = np.concatenate([np.flatnonzero(node % self._tile_rows == 0), padding])
         here["tiles"][:] = size
         here["tiles"][: len(tiles)] = tiles
+        chains = bool((parents == node - 1).all())  # each node is the parent of the next one
+        levels = NO_TREE if chains else DEPTHS[bisect_left(DEPTHS, int(depth.max()) + 1)]
+        self._settings.host["lengths"][seats.start : seats.stop] = ALL_COMMITTED if chains else starts
         self._send_settings()
         self._rows.send()
         if not chains:
-            self._lineages[depth].send()
-        return size, depth
+            buffer, above = self._lineages[levels], np.maximum(parents, 0) + first
+            lineage, ancestor = buffer.wait_writable()["slots"], row
+            for _ in range(int(depth.max()) + 1):  # up to the root, which is its own parent here
+                lineage[row, depth[ancestor]] = slots[ancestor]
+                ancestor = above[ancestor]
+            buffer.send()
+        return size, levels
+
+    @property
+    def _lengths(self) -> Integers:
+        """The number of committed tokens of each sequence."""
+        return np.array([len(text.tokens) for text in self._texts])
+
+    def _slots(self, owners: Integers, positions: Integers) -> Integers:
+        """The slots of these positions of these sequences."""
+        pages = self._tables.host["tables"][owners, positions // PAGE_TOKENS].astype(np.int64)
+        found: Integers = pages * PAGE_TOKENS + positions % PAGE_TOKENS
+        return found
 
     def _run_rows(self, size: int, depth: int, draws: Draws | None) -> None:
         gpu_target, there = self.gpu_target, {name: array[:size] for name, array in self._rows.device.items()}
@@ -295,7 +305,10 @@ class PagedTarget:
         paths = Paths(there["reach"], self._lineages[depth].device["slots"][:size] if depth else None, pages)
         given = Pass.in_pages(there["tokens"], there["positions"], there["slots"], paths)
         logits, states = self.cache.forward(given, self.cache.kv, gpu_target.taps, 0)
-        self._scored = logits = logits[:size]
+        logits = logits[:size]
+        if size not in self._logits:  # in an eager run: the first run of a graph's work is not captured
+            self._logits[size] = torch.empty_like(logits)
+        self._logits[size].copy_(logits)  # graphs share this memory: there are many, and logits are large
         if self._states is not None and states is not None:  # other graphs may reuse the memory
             self._states[:size].copy_(states[:size])
         if draws is not None:
@@ -314,16 +327,14 @@ class PagedTarget:
     @torch.inference_mode()
     def commit(self, paths: list[Tensor]) -> None:
         """Keep the rows of these nodes of the trees last scored."""
-        sources, goals = list[Integers](), list[Integers]()
-        for text, tree, path in zip(self._texts, self._trees, paths, strict=True):
-            length, nodes = len(text.tokens), path.numpy()
-            moved = nodes != np.arange(len(nodes))
-            sources.append(text.slots(length + nodes[moved]))
-            goals.append(text.slots(length + np.flatnonzero(moved)))
-            text.tokens += tree.arrays.tokens[nodes].tolist()
-        source, goal = np.concatenate(sources), np.concatenate(goals)
+        owners, row, first = layout([*map(len, paths)])
+        nodes, places, starts = np.concatenate([path.numpy() for path in paths]), row - first, self._lengths[owners]
+        moved = np.flatnonzero(nodes != places)
+        source, goal = (self._slots(owners[moved], (starts + each)[moved]) for each in (nodes, places))
         for start in range(0, len(source), MAX_ROUND_ROWS):
             self._move(source[start : start + MAX_ROUND_ROWS], goal[start : start + MAX_ROUND_ROWS])
+        for text, tree, path in zip(self._texts, self._trees, paths, strict=True):  # now their keys are in place
+            text.tokens += tree.arrays.tokens[path.numpy()].tolist()
 
     def _move(self, source: Integers, goal: Integers) -> None:
         here, size = self._moves.wait_writable(), MOVES[bisect_left(MOVES, len(source))]
@@ -333,7 +344,7 @@ class PagedTarget:
         self._moves.send()
         there, kv = self._moves.device, self.cache.kv.view(-1, *self.cache.kv.shape[-2:])
         work = partial(move, kv, there["source"][:size], there["goal"][:size])
-        self.gpu_target.graph_cache.run(("host commit", size, self), work)
+        self.gpu_target.graph_cache.run(("host commit", size, self._buffers_id), work)
 
     def states(self, hidden: Tensor, path: Tensor) -> Tensor:
         """The hidden states [N, taps * H] of a committed path."""
@@ -350,18 +361,20 @@ def needs_logits(params: SamplingParams) -> bool:
     return params.logprobs is not None or params.constraint is not None
 
 
-def is_chain(tree: DraftTree) -> bool:
-    """Whether each node is the parent of the next one."""
-    parents = tree.arrays.parents
-    return bool((parents[1:] == np.arange(len(parents) - 1)).all())
+def layout(counts: list[int]) -> tuple[Integers, Integers, Integers]:
+    """Rows of several groups, one group after the other: the group of each row, its number among all rows, and the
+    number of the first row of its group."""
+    ends: Integers = np.cumsum(np.array(counts, np.int64))
+    group: Integers = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    return group, np.arange(len(group), dtype=np.int64), (ends - counts)[group]
 
 
 def parts_of(trees: list[DraftTree]) -> Iterator[range]:
     """Successive trees whose rows fit into one pass."""
     start = rows = 0
-    for place_, tree in enumerate(trees):
+    for number, tree in enumerate(trees):
         if rows + len(tree) > MAX_ROUND_ROWS:
-            yield range(start, place_)
-            start, rows = place_, 0
+            yield range(start, number)
+            start, rows = number, 0
         rows += len(tree)
     yield range(start, len(trees))

@@ -274,7 +274,7 @@ class GpuBatchRunner:
         granted = 0
         if self.pool.free - needed > GRANTING_SHARE * self.pool.pages:
             most = pages_for(min(text.end + self._margin, self.state.longest))
-            granted = min(GRANTED_PAGES, max(most - held - needed, 0))
+            granted = min(GRANTED_PAGES, max(most - held - needed, 0), self.pool.available - needed)
         return self.cache.take(needed + granted)
 
     def return_granted(self) -> None:
