@@ -140,9 +140,7 @@ def add_children(
     """
     logq = logq.float()
     if grow.entropy:
-        chances = logq.exp()
-        rest = (1 - chances.sum(-1)).clamp(min=0)  # of tokens that are not candidates
-        tree = tree.measure(grow.nodes, (torch.special.entr(chances).sum(-1) + torch.special.entr(rest)).cpu())
+        tree = tree.measure(grow.nodes, _entropies(logq).cpu())
     if dice is not None:
         logq = dice.couple(logq, tree.depth[grow.nodes], tokens)
     if tokens is None or tokens.dim() == 1:
@@ -152,6 +150,49 @@ def add_children(
         values, order = logq.sort(dim=-1, descending=True, stable=True)  # ties keep the order given
         values, picked = values[:, : grow.k], tokens.gather(1, order[:, : grow.k]).cpu()
     return add_child_arrays(tree, grow.nodes.numpy(), picked.numpy(), values.cpu().numpy())
+
+
+def add_children_to_all(
+    trees: Sequence[DraftTree],
+    grows: Sequence[Grow | None],
+    logits: Tensor,
+    dice: Sequence[Dice | None],
+    tokens: Tensor | None = None,
+) -> list[DraftTree]:
+    """`add_children` for several trees, whose results come from the device together; None leaves a tree as it is.
+
+    logits [n, M] after the nodes of all grows, tree by tree; `tokens` [M] as in `add_children`.
+    """
+    counts = [0 if grow is None else len(grow.nodes) for grow in grows]
+    logq = torch.log_softmax(logits.float(), -1)
+    entropies = _entropies(logq).cpu() if any(grow and grow.entropy for grow in grows) else None
+    if any(own is not None for own in dice):
+        parts = zip(torch.split(logq, counts), trees, grows, dice, strict=True)
+        logq = torch.cat([_coupled(part, tree, grow, own, tokens) for part, tree, grow, own in parts])
+    found, order = most_likely(logq, min(max(grow.k for grow in grows if grow), logq.shape[-1]))
+    picked, values = (order if tokens is None else tokens[order]).cpu().numpy(), found.cpu().numpy()
+    grown, end = [], 0
+    for tree, grow, count in zip(trees, grows, counts, strict=True):
+        own, end = slice(end, end + count), end + count
+        if grow is not None:
+            if grow.entropy and entropies is not None:
+                tree = tree.measure(grow.nodes, entropies[own])
+            tree = add_child_arrays(tree, grow.nodes.numpy(), picked[own, : grow.k], values[own, : grow.k])
+        grown.append(tree)
+    return grown
+
+
+def _entropies(logq: Tensor) -> Tensor:
+    """Of distributions [n, M], and of the rest, which are tokens that are not candidates."""
+    chances = logq.exp()
+    rest = (1 - chances.sum(-1)).clamp(min=0)
+    found: Tensor = torch.special.entr(chances).sum(-1) + torch.special.entr(rest)
+    return found
+
+
+def _coupled(logq: Tensor, tree: DraftTree, grow: Grow | None, dice: Dice | None, tokens: Tensor | None) -> Tensor:
+    """Log-probabilities [n, M] that the target draws each token after the nodes of a grow."""
+    return logq if grow is None or dice is None else dice.couple(logq, tree.depth[grow.nodes], tokens)
 
 
 def add_child_arrays(tree: DraftTree, nodes: Integers, tokens: Integers, logq: Floats) -> DraftTree:

@@ -17,7 +17,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import GpuForm, HeadForm, add_children
+from windfall.drafters.base import GpuForm, HeadForm, add_children_to_all
 from windfall.drafters.head_drafter import FOLLOWS_LENGTH, MAX_CHUNK, PRECISIONS, HeadDrafter, HeadMemory
 from windfall.heads.base import FeatureHead, Guess
 from windfall.model.batch import Rows, pack
@@ -65,10 +65,16 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
         rows = [self._rows(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
         hidden = [self._hidden(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
         guess = self._feed(rows, hidden)
-        return [
-            tree if grow is None else self._add_children(b, tree, grow, guess, len(rows[b].tokens), first)
-            for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))
-        ]
+        states = []
+        for b, grow in enumerate(grows):
+            if grow is not None:
+                size, fresh = len(rows[b].tokens), len(grow.nodes)
+                slots = range(first + size - fresh, first + size)
+                self._slots[b].update(zip(grow.nodes.tolist(), slots, strict=True))
+                self._recycled[b].append(guess.recycled[b, size - fresh :])
+                states.append(guess.state[b, size - fresh : size])
+        logits = self.head.logits(torch.cat(states))  # of all sequences at once: the vocabulary is large
+        return add_children_to_all(trees, grows, logits, self._dice, self.head.draft_tokens)
 
     def commit(
         self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None
@@ -138,15 +144,6 @@ class FeatureHeadDrafter(HeadDrafter[FeatureHead]):
             return self.head.fuse(self._features[b])
         places = [slots[parent] - slots[0] for parent in tree.parents[grow.nodes].tolist()]
         return torch.cat(self._recycled[b])[torch.tensor(places, device=self.head.device)]
-
-    def _add_children(self, b: int, tree: DraftTree, grow: Grow, guess: Guess, size: int, first: int) -> DraftTree:
-        fresh = len(grow.nodes)
-        slots = range(first + size - fresh, first + size)
-        self._slots[b].update(zip(grow.nodes.tolist(), slots, strict=True))
-        width = guess.recycled.shape[1]
-        self._recycled[b].append(guess.recycled[b, size - fresh : width])
-        logq = torch.log_softmax(self.head.logits(guess.state[b, size - fresh : size]).float(), -1)
-        return add_children(tree, grow, logq, self._dice[b], self.head.draft_tokens)
 
     def _feed(self, rows: list[Rows], hidden: list[Tensor]) -> Guess:
         """One pass over these rows, which are staged after the existing ones."""

@@ -17,7 +17,7 @@ from windfall.core.options import option
 from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow
-from windfall.drafters.base import Drafter, GpuForm, ModelForm, add_children
+from windfall.drafters.base import Drafter, GpuForm, ModelForm, add_children_to_all
 from windfall.kernels.few_rows import use_few_rows
 from windfall.model.batch import Rows
 from windfall.model.cpu_layers import use_cpu_layers
@@ -98,16 +98,13 @@ class LMDrafter(Drafter):
         first = self.decoder.staged
         rows = [self._rows(b, tree, grow) for b, (tree, grow) in enumerate(zip(trees, grows, strict=True))]
         logits, _ = self.decoder.feed(rows)
-        grown = []
-        for b, (tree, grow) in enumerate(zip(trees, grows, strict=True)):
-            if grow is None:
-                grown.append(tree)
-                continue
-            size, fresh = len(rows[b].tokens), len(grow.nodes)
-            self._slots[b].update(zip(grow.nodes.tolist(), range(first + size - fresh, first + size), strict=True))
-            logq = torch.log_softmax(logits[b][size - fresh :, : self.vocabulary].float(), -1)
-            grown.append(add_children(tree, grow, logq, self._dice[b]))
-        return grown
+        found = []
+        for b, grow in enumerate(grows):
+            if grow is not None:
+                size, fresh = len(rows[b].tokens), len(grow.nodes)
+                self._slots[b].update(zip(grow.nodes.tolist(), range(first + size - fresh, first + size), strict=True))
+                found.append(logits[b][size - fresh :, : self.vocabulary])
+        return add_children_to_all(trees, grows, torch.cat(found), self._dice)
 
     def commit(
         self, trees: list[DraftTree], paths: list[Tensor], bonus: list[int], hidden: list[Tensor] | None
