@@ -23,8 +23,7 @@
 #define AHEAD 8    /* outputs whose weights are fetched in advance */
 #define LEVEL 2    /* of the cache into which they are fetched, as __builtin_prefetch counts */
 #define LINE 16    /* floats of a cache line */
-#define TILED_ROWS 2 /* from which on AMX is faster than VNNI */
-#define SPARE 6144 /* bytes after the rows, which tiles may read and ignore */
+#define SPARE 6144 /* bytes after split rows, which tiles may read and ignore */
 
 /* Adds the products of R rows and `count` inputs of a strip to their sums. For each vector of inputs, LINES cache lines
  * are fetched, and the next ones lie `step` floats further. */
@@ -93,7 +92,8 @@ static Method method_of(const Product *product) {
     if (!product->format->bytes) return STRIPS;
 #ifdef AMX
     if (may_use_tiles && product->format->decode == bf16) return BF16_IN_TILES;
-    if (may_use_tiles && product->format->bits && product->rows >= TILED_ROWS) return INTEGERS_IN_TILES;
+    if (may_use_tiles && product->format->bits && product->rows >= least_tiled_rows(product->format))
+        return INTEGERS_IN_TILES;
 #endif
 #ifdef INTEGER_ROWS
     if (product->format->bits) return INTEGERS_IN_ROWS;
@@ -107,6 +107,8 @@ static void use_tiles(const Product *own) {
     Method method = method_of(own);
     if (method == BF16_IN_TILES) set_tiles(divided(own->rows).side, 2 * BLOCK);
     if (method == INTEGERS_IN_TILES) set_tiles(divided(own->rows).side, own->format->group);
+#else
+    (void)own;
 #endif
 }
 
@@ -139,10 +141,9 @@ static int split_rows(Product *own) {
     own->split.units = own->split.totals + groups * rows;
     for (long row = 0; row < rows; row++) {
         const float *x = own->x + row * inputs;
-        Byte *parts = place + row * DIGITS * BLOCK * each;
 #ifdef AMX
         if (method == BF16_IN_TILES) {
-            split_bf16(x, inputs, parts, rows * DIGITS * BLOCK * each);
+            split_bf16(x, inputs, place + 2 * row * DIGITS * BLOCK, 2 * rows * DIGITS * BLOCK);
             continue;
         }
 #endif

@@ -59,6 +59,9 @@ static Division divided(long rows) {
     return all;
 }
 
+/* Rows from which on tiles of integers are faster than the instructions of integers.h. */
+static long least_tiled_rows(const Format *format) { return format->bits == 4 ? 4 : 2; }
+
 /* A group of integers of 4 bits as signed bytes. */
 INLINE void widen(const Byte *words, const Format *format, Byte *out) {
     typedef signed char Bytes __attribute__((vector_size(64), aligned(4), may_alias));
@@ -132,8 +135,7 @@ static void tile_integers(const Byte *panel, const Format *format, const Split *
     for (long at = 0; at < (groups + 2 * SPAN - 1) / SPAN * SPAN; at++) {
         if (at < groups) {
             const Byte *block = panel + at / within * format->bytes, *words = block + within * header + at % within * bytes;
-            if (!row)
-                for (long line = 0; line < share; line += 64) __builtin_prefetch(panel + at * share + FETCHED + line);
+            if (!row) fetch(panel + at * share, share);
             if (format->bits == 4) {
                 if (!at) widen(words, format, widened[0]);
                 long next = at_most(at + 1, groups - 1);
@@ -181,13 +183,12 @@ static void split_bf16(const float *x, long inputs, Byte *parts, long step) {
 #define STORE_TILE(T) _tile_stored(T, sums[(T / 2) * side] + T % 2 * TILE_SIDE, 4 * PANEL);
 
 /* Some rows times a panel in bf16: the sums of all parts. */
-static void tile_bf16(const Byte *panel, const Byte *parts, long inputs, long step, long side, long tiles, int fetch,
+static void tile_bf16(const Byte *panel, const Byte *parts, long inputs, long step, long side, long tiles, int first,
                       float (*sums)[PANEL]) {
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); _tile_zero(4); _tile_zero(5);
     MEMORY;
     for (long i = 0; i < inputs; i += BLOCK, parts += step, panel += 2 * BLOCK * PANEL) {
-        if (fetch)
-            for (long line = 0; line < 2 * BLOCK * PANEL; line += 64) __builtin_prefetch(panel + FETCHED + line);
+        if (first) fetch(panel, 2 * BLOCK * PANEL);
         _tile_loadd(7, panel, 4 * PANEL);
         BF16_TILE(0)
         if (tiles > 1) { BF16_TILE(2) }
