@@ -45,7 +45,7 @@ class Kernel:
         self._multiply, self._unpack = compiled.few_rows, compiled.unpack
         self._multiply.argtypes = [pointer] * 3 + [long] * 3 + [ctypes.c_int] * 2
         self._unpack.argtypes = [pointer] * 2 + [long] * 2 + [ctypes.c_int]
-        self._multiply.restype = self._unpack.restype = None
+        self._multiply.restype, self._unpack.restype = ctypes.c_int, None
 
     def __reduce__(self) -> tuple[Callable[[Path], Kernel | None], tuple[Path]]:
         return cpu_kernel, (self.file.parent,)  # a copy of a model, or one from a file, uses this machine's
@@ -62,7 +62,8 @@ class Kernel:
         x, inputs = x.contiguous(), x.shape[-1]
         found = x.new_empty(*x.shape[:-1], outputs)
         places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
-        self._multiply(*places, x.shape[:-1].numel(), outputs, inputs, format, torch.get_num_threads())
+        if not self._multiply(*places, x.shape[:-1].numel(), outputs, inputs, format, torch.get_num_threads()):
+            raise MemoryError("there is no memory for a matrix product")
         return found
 
     def unpack(self, weight: Panels) -> Tensor:
