@@ -24,13 +24,14 @@ from windfall.core.errors import InputError
 from windfall.core.files import replace_text
 from windfall.kernels.cpu.compile import library
 from windfall.kernels.cpu.operands import readable, unobserved
-from windfall.kernels.panels import Panels, samples
+from windfall.kernels.panels import Panels, of_halves, samples
 
 SOURCE = Path(__file__).parent / "cpu" / "few_rows.c"
 FLOAT32 = 0  # the number of this format in panels.h
 LEAST_OUTPUTS, INPUT_STEP = 4, 16  # the kernel takes at least this many outputs, and inputs in multiples of this
 TRIAL_ROWS = (2, 4, 8, 16, 32, 64)  # for which the kernel is compared with torch
 TRIAL_INPUTS, TRIAL_OUTPUTS, MANY_OUTPUTS = 1024, 64, 4096
+LARGE_OUTPUTS = 16384  # whose weights do not stay in the cache of most CPUs
 TRIALS = 9
 MOST_INPUTS = 64 * 1024  # numbers of all rows together; more do not stay in the cache of a core
 MOST_ERROR = 1e-5  # of a sum, as a share of the largest
@@ -156,6 +157,20 @@ def _known_rows(kernel: Kernel, file: Path) -> range:
     with suppress(InputError):  # a cache that cannot be written to only costs time
         replace_text(file, json.dumps({"rows": [rows.start, rows.stop]}))
     return rows
+
+
+@cache
+@torch.inference_mode()
+def bf16_is_faster(kernel: Kernel) -> bool:
+    """Whether one row times a large weight is faster in bf16 than in float32. The answer is kept in a file."""
+    file = kernel.file.with_suffix(f".{torch.__version__}.{torch.get_num_threads()}.bf16.json")
+    with suppress(OSError, ValueError):
+        return bool(json.loads(file.read_text("utf-8")))
+    x, weight = _trial(1, LARGE_OUTPUTS)
+    faster = is_faster(partial(kernel.product_of_panels, x, of_halves(weight.bfloat16())), partial(F.linear, x, weight))
+    with suppress(InputError):
+        replace_text(file, json.dumps(faster))
+    return faster
 
 
 def _read(file: Path) -> range | None:
