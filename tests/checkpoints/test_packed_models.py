@@ -16,7 +16,7 @@ from helpers.gguf import SHAPE, write_gguf
 from windfall.bench.provenance import model_hash
 from windfall.checkpoints import packed
 from windfall.checkpoints.bundled import fingerprint
-from windfall.checkpoints.find import load_model
+from windfall.checkpoints.find import load_fastest, load_model
 from windfall.checkpoints.gguf import architecture_of
 from windfall.checkpoints.quiet_libs import quiet
 from windfall.core.types import InputError
@@ -126,6 +126,45 @@ def test_files_are_kept_by_default(how: dict[str, Any], packed: bool, tmp_path: 
     tiny().save_pretrained(tmp_path / "folder")
     assert model_hash(engine.target.model) == model_hash(load_model(file, device="cpu", dtype=how.get("dtype")).model)
     assert not packed_formats(windfall.load(tmp_path / "folder", "ngram", device="cpu", **how).target.model)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_in_bf16_stay_in_bf16(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "bf16_is_faster", lambda kernel: True)
+    model = tiny(kind, tie_word_embeddings=tied).bfloat16()
+    model.save_pretrained(tmp_path)
+    full = load_model(tmp_path, device="cpu").model
+    engine = windfall.load(tmp_path, "ngram", device="cpu")
+    kept: Any = engine.target.model
+    assert packed_formats(kept) == ["bf16"] and "bf16" in repr(engine)
+    assert not [layer for layer in kept.modules() if type(layer) is torch.nn.Linear]
+    assert model_hash(kept) == model_hash(full)
+    torch.testing.assert_close(logits(kept), logits(full), rtol=1e-5, atol=1e-6)
+    text = engine.generate(PROMPT, max_new_tokens=20, eos=()).token_ids
+    plain = windfall.load(tmp_path, "ngram", "none", device="cpu", weights="full")
+    assert not packed_formats(plain.target.model)
+    assert text == plain.generate(PROMPT, max_new_tokens=20, eos=()).token_ids
+
+
+def test_weights_are_only_packed_without_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "bf16_is_faster", lambda kernel: True)
+    model = tiny()
+    model.save_pretrained(tmp_path / "float32")
+    model.half().save_pretrained(tmp_path / "float16")
+    tiny().bfloat16().save_pretrained(tmp_path / "bf16")
+    mixed_model = tiny().bfloat16().float()
+    wide = mixed_model.model.layers[0].mlp.up_proj
+    wide.weight.data += 2.0**-20
+    mixed_model.save_pretrained(tmp_path / "mixed")
+    kept = {name: load_fastest(tmp_path / name, device="cpu").model for name in ("float32", "float16", "mixed")}
+    assert not packed_formats(kept["float32"]) and not packed_formats(kept["float16"])
+    plain = [layer for layer in kept["mixed"].modules() if type(layer) is torch.nn.Linear]
+    assert packed_formats(kept["mixed"]) == ["bf16"] and len(plain) == 1 and torch.equal(plain[0].weight, wide.weight)
+    for how in ({"dtype": "bfloat16"}, {"weights": "full"}):
+        assert not packed_formats(load_fastest(tmp_path / "bf16", device="cpu", **how).model)
+    monkeypatch.setattr(packed, "bf16_is_faster", lambda kernel: False)
+    assert not packed_formats(load_fastest(tmp_path / "bf16", device="cpu").model)
 
 
 def test_files_that_cannot_be_kept_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,16 @@ def test_a_slower_kernel_is_not_used(kernel: Kernel, monkeypatch: pytest.MonkeyP
         assert _faster_rows(kernel) == rows
 
 
+def test_whether_bf16_is_faster_is_kept(kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "LARGE_OUTPUTS", 64)
+    monkeypatch.setattr(kernel, "file", tmp_path / "kernel.so")
+    for faster in (True, False):
+        monkeypatch.setattr(few_rows, "is_faster", lambda work, other, faster=faster: faster)
+        few_rows.bf16_is_faster.cache_clear()
+        assert few_rows.bf16_is_faster(kernel)
+    few_rows.bf16_is_faster.cache_clear()
+
+
 @pytest.mark.parametrize("method", ["product", "product_of_panels"])
 def test_a_wrong_kernel_is_not_used(kernel: Kernel, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert few_rows._is_right(kernel)

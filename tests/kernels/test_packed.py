@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -12,8 +13,10 @@ from torch import nn
 
 from helpers.cpu_kernel import compiled
 from windfall.checkpoints.gguf_blocks import panels
+from windfall.kernels.cpu import compile as compiling
+from windfall.kernels.few_rows import SOURCE, Kernel
 from windfall.kernels.packed import PackedLinear, packed_formats, weights_of
-from windfall.kernels.panels import INTEGERS, LARGEST, of_integers, rounded
+from windfall.kernels.panels import INTEGERS, LARGEST, Panels, of_integers, rounded
 
 SCALES = {  # where a block has numbers in float16; all other bytes may have any value
     **{"F16": (), "BF16": (), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)},
@@ -47,24 +50,85 @@ def test_blocks_are_decoded_and_multiplied(name: str) -> None:
     x = torch.randn(70, INPUTS, generator=torch.Generator().manual_seed(0))
     found, wanted = layer(x), x.double() @ torch.from_numpy(weights).double().T
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
-    for rows in (1, 2, 5, 9, 64):
+    for rows in (1, 2, 3, 4, 5, 6, 9, 16, 17, 34, 64):
         assert torch.equal(layer(x[:rows]), found[:rows])
     assert torch.equal(layer(x[40:41]), found[40:41])
 
 
-@pytest.mark.parametrize(("bits", "group", "addends"), INTEGERS)
-def test_all_kinds_of_panels(bits: int, group: int, addends: bool) -> None:
+def some_panels(bits: int, group: int, addends: bool, inputs: int = 96) -> tuple[Panels, torch.Tensor]:
+    """Random integers with random scales, and what they are in float64."""
     chance = torch.Generator().manual_seed(bits + group)
     least = 0 if bits == 4 and addends else -(2 ** (bits - 1))
-    values = torch.randint(least, least + 2**bits, (OUTPUTS, 96), generator=chance)
-    scales, added = (torch.randn(OUTPUTS, 96 // group, generator=chance) for _ in range(2))
+    values = torch.randint(least, least + 2**bits, (OUTPUTS, inputs), generator=chance)
+    scales, added = (torch.randn(OUTPUTS, inputs // group, generator=chance) for _ in range(2))
     wide, rest = (numbers.repeat_interleave(group, 1).double() for numbers in (scales, added))
     weight = of_integers(values.to(torch.int8), scales, added if addends else None, bits)
-    wanted = values * wide + (rest if addends else 0)
+    return weight, values * wide + (rest if addends else 0)
+
+
+@pytest.mark.parametrize(("bits", "group", "addends"), INTEGERS)
+@pytest.mark.parametrize("inputs", [32, 96, 128])  # an even and an odd number of groups
+def test_all_kinds_of_panels(bits: int, group: int, addends: bool, inputs: int) -> None:
+    weight, wanted = some_panels(bits, group, addends, inputs)
     assert torch.equal(compiled().unpack(weight), wanted.float())
-    x = torch.randn(3, 96, generator=chance)
-    found = compiled().product_of_panels(x, weight)
-    assert (found - x.double() @ wanted.T).abs().max() < 1e-5 * found.abs().max()
+    x = torch.randn(20, inputs, generator=torch.Generator().manual_seed(0))
+    exact = x.double() @ wanted.T
+    for rows in (1, 3, 7, 20):
+        found = compiled().product_of_panels(x[:rows], weight)
+        assert (found - exact[:rows]).abs().max() < 2e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize(("bits", "group", "addends"), INTEGERS)
+def test_rows_of_any_size(bits: int, group: int, addends: bool) -> None:
+    weight, wanted = some_panels(bits, group, addends)
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(0))
+    sizes = torch.tensor([1, 1e-30, 1e30, 0, 2.0**-20, 1, 1])[:, None]
+    x = x * sizes
+    x[5, 3], x[6, 90] = torch.inf, torch.nan
+    found, exact = compiled().product_of_panels(x, weight), x.double() @ wanted.T
+    worst = (found - exact).abs().amax(1) / exact.abs().amax(1).clamp(min=1e-300)
+    assert worst[:5].max() < 2e-6 and not found[5:].isfinite().any()
+    x[0] = 1.0
+    x[0, ::2] = -16_777_215 / 2**24  # numbers of 24 bits, all at the limit
+    found, exact = compiled().product_of_panels(x[:1], weight), x[:1].double() @ wanted.T
+    assert (found - exact).abs().max() < 2e-6 * (x[:1].abs().double() @ wanted.abs().T).max()
+
+
+NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+
+
+@pytest.mark.parametrize("without", [NO_AMX, (*NO_AMX, "-mno-avx512f", "-mno-avx512vnni")])
+def test_integers_have_the_same_sums_on_other_cpus(
+    without: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, *without))
+    found = compiling.library(SOURCE, tmp_path)
+    if found is None or not without_floats():
+        pytest.skip("this CPU or compiler has no such instructions")
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(0))
+    for kind in INTEGERS:
+        weight, _ = some_panels(*kind)
+        assert torch.equal(Kernel(*found).product_of_panels(x, weight), compiled().product_of_panels(x, weight))
+
+
+def without_floats() -> bool:
+    """Whether this CPU multiplies integers with and without AVX-512."""
+    flags = {*Path("/proc/cpuinfo").read_text("utf-8").partition("flags")[2].partition("\n")[0].split()}
+    return {"avx512_vnni", "avx_vnni"} <= flags
+
+
+@pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_1"])
+def test_the_number_of_threads_changes_nothing(name: str) -> None:
+    blocks, _ = random_blocks(name)
+    layer, x = PackedLinear(compiled(), panels(blocks, name, INPUTS), name), torch.randn(5, INPUTS)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(layer(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("bits", [8, 4])

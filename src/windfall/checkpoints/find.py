@@ -123,18 +123,22 @@ def _load_packed(
 
 
 def load_fastest(source: str | os.PathLike[str] | None = None, **how: Any) -> Loaded:
-    """`load_model`, for decoding: on a CPU, in float32, a GGUF file keeps its numbers if there is a C compiler.
+    """`load_model`, for decoding: on a CPU, in float32, weights are packed where that changes none of their numbers.
 
-    The model is the same; its weights take fewer bytes, so decoding is faster.
+    A GGUF file keeps its numbers, and weights in bf16 stay in bf16, if there is a C compiler. The model is the same,
+    but its weights take fewer bytes, so decoding is faster.
     """
-    from windfall.checkpoints.packed import FILE, CannotPack, can_pack, check_weights
+    from windfall.checkpoints.packed import FILE, CannotPack, can_pack, check_weights, keep_bf16
 
     place = pick_device(how.get("device"))
     in_float32 = pick_dtype(how.get("dtype"), place) is torch.float32
-    if check_weights(how.get("weights")) is None and in_float32 and _keeps_numbers(source) and can_pack(place):
+    if check_weights(how.get("weights")) is not None or not in_float32 or not can_pack(place):
+        return load_model(source, **how)
+    if _keeps_numbers(source):
         with suppress(CannotPack):
             return load_model(source, **{**how, "weights": FILE})
-    return load_model(source, **how)
+    loaded = load_model(source, **how)
+    return loaded._replace(model=keep_bf16(loaded.model))
 
 
 def _keeps_numbers(source: str | os.PathLike[str] | None) -> bool:

@@ -29,9 +29,9 @@ from windfall.checkpoints.gguf import (
 from windfall.checkpoints.gguf_blocks import HALVES, INTEGERS, panels
 from windfall.checkpoints.model_dir import readable
 from windfall.core.types import InputError
-from windfall.kernels.few_rows import Kernel, cpu_kernel
+from windfall.kernels.few_rows import Kernel, bf16_is_faster, cpu_kernel
 from windfall.kernels.packed import PackedLinear
-from windfall.kernels.panels import BLOCK, LAYOUT, Panels, of_halves, rounded
+from windfall.kernels.panels import BLOCK, LAYOUT, Panels, is_bf16, of_halves, rounded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +40,7 @@ FILE = "file"  # the name of the option that keeps the numbers of a GGUF file
 ROUNDED = {"bf16": lambda weight: of_halves(weight.bfloat16()), "int8": rounded}  # by the names of options
 WEIGHTS = (*ROUNDED, FILE, "full")
 PANELS_FILE = "panels.safetensors"
+KEPT_IN_BF16 = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # model types, whose linear layers are only called
 
 
 class Packed(NamedTuple):
@@ -81,6 +82,23 @@ def pack(model: PreTrainedModel, weights: str, kernel: Kernel) -> PreTrainedMode
         if _takes_panels(model, name):
             _replace(model, name, Packed(ROUNDED[weights](layer.weight.detach()), weights), kernel)
     return model.float()
+
+
+def keep_bf16(model: PreTrainedModel) -> PreTrainedModel:
+    """Pack the linear layers of a model in float32 whose weights are numbers in bf16: the model stays the same.
+
+    It is returned as it is where bf16 is not faster.
+    """
+    kernel = cpu_kernel(cache_dir() / "kernels")
+    plain = model.config.model_type in KEPT_IN_BF16 and not getattr(model, "is_quantized", False)
+    names = [name for name, _ in model.named_modules() if plain and _takes_panels(model, name)]
+    if kernel is None or not names or not is_bf16(model.get_submodule(names[0]).weight) or not bf16_is_faster(kernel):
+        return model
+    for name in names:
+        weight: Any = model.get_submodule(name).weight.detach()
+        if is_bf16(weight):
+            _replace(model, name, Packed(ROUNDED["bf16"](weight), "bf16"), kernel)
+    return model
 
 
 def _replace(model: PreTrainedModel, name: str, packed: Packed, kernel: Kernel) -> None:

@@ -19,7 +19,7 @@ class TargetChoice:
         None,
         "On a CPU, store the target's weights as bf16, int8, file (the numbers of a GGUF file) or full (as --dtype). "
         "Fewer bits per weight make decoding faster. The text is that of the model with these weights. Default: file "
-        "for GGUF files that support it, else full.",
+        "for GGUF files that support it, bf16 for known models whose weights are stored in bf16, else full.",
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 

@@ -79,7 +79,8 @@ def load(
         wait. None: half of the memory that is free.
     weights: on a CPU, how the weights of the target's linear layers are stored: "bf16", "int8" (rounded, 32 to a
         scale), "file" (the numbers of a GGUF file) or "full" (in `dtype`). Smaller weights are faster; the text is that
-        of the model with these weights. None: "file" for a GGUF file in float32, if there is a C compiler; else "full".
+        of the model with these weights. None: in float32 and with a C compiler, "file" for a GGUF file, and "bf16" for
+        weights that are stored in bf16, which changes none of them; else "full".
     """
     words = {"graphs": graphs, "compile": compile, "exact": exact, "host_policies": host_policies}
     on_gpu = as_gpu_options(gpu_options, **words)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[float], None]  # called with the finished share, 0 to 1
 
-FORMAT = 5  # part of a profile's key; raise it when the code of a pass changes what it costs
+FORMAT = 6  # part of a profile's key; raise it when the code of a pass changes what it costs
 PROFILE_WIDTHS = (1, 2, 4, 8, 16, 32)  # nodes of a draft pass
 PROFILE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a verify pass
 PROFILE_LENGTHS = (64, 512, 2048, 8192)  # tokens of context

@@ -24,13 +24,14 @@ from windfall.core.errors import InputError
 from windfall.core.files import replace_text
 from windfall.kernels.cpu.compile import library
 from windfall.kernels.cpu.operands import readable, unobserved
-from windfall.kernels.panels import Panels, samples
+from windfall.kernels.panels import Panels, of_halves, samples
 
 SOURCE = Path(__file__).parent / "cpu" / "few_rows.c"
 FLOAT32 = 0  # the number of this format in panels.h
 LEAST_OUTPUTS, INPUT_STEP = 4, 16  # the kernel takes at least this many outputs, and inputs in multiples of this
 TRIAL_ROWS = (2, 4, 8, 16, 32, 64)  # for which the kernel is compared with torch
 TRIAL_INPUTS, TRIAL_OUTPUTS, MANY_OUTPUTS = 1024, 64, 4096
+LARGE_OUTPUTS = 16384  # whose weights do not stay in the cache of most CPUs
 TRIALS = 9
 MOST_INPUTS = 64 * 1024  # numbers of all rows together; more do not stay in the cache of a core
 MOST_ERROR = 1e-5  # of a sum, as a share of the largest
@@ -45,7 +46,7 @@ class Kernel:
         self._multiply, self._unpack = compiled.few_rows, compiled.unpack
         self._multiply.argtypes = [pointer] * 3 + [long] * 3 + [ctypes.c_int] * 2
         self._unpack.argtypes = [pointer] * 2 + [long] * 2 + [ctypes.c_int]
-        self._multiply.restype = self._unpack.restype = None
+        self._multiply.restype, self._unpack.restype = ctypes.c_int, None
 
     def __reduce__(self) -> tuple[Callable[[Path], Kernel | None], tuple[Path]]:
         return cpu_kernel, (self.file.parent,)  # a copy of a model, or one from a file, uses this machine's
@@ -62,7 +63,8 @@ class Kernel:
         x, inputs = x.contiguous(), x.shape[-1]
         found = x.new_empty(*x.shape[:-1], outputs)
         places = x.data_ptr(), weight.data_ptr(), found.data_ptr()
-        self._multiply(*places, x.shape[:-1].numel(), outputs, inputs, format, torch.get_num_threads())
+        if not self._multiply(*places, x.shape[:-1].numel(), outputs, inputs, format, torch.get_num_threads()):
+            raise MemoryError("there is no memory for a matrix product")
         return found
 
     def unpack(self, weight: Panels) -> Tensor:
@@ -155,6 +157,20 @@ def _known_rows(kernel: Kernel, file: Path) -> range:
     with suppress(InputError):  # a cache that cannot be written to only costs time
         replace_text(file, json.dumps({"rows": [rows.start, rows.stop]}))
     return rows
+
+
+@cache
+@torch.inference_mode()
+def bf16_is_faster(kernel: Kernel) -> bool:
+    """Whether one row times a large weight is faster in bf16 than in float32. The answer is kept in a file."""
+    file = kernel.file.with_suffix(f".{torch.__version__}.{torch.get_num_threads()}.bf16.json")
+    with suppress(OSError, ValueError):
+        return bool(json.loads(file.read_text("utf-8")))
+    x, weight = _trial(1, LARGE_OUTPUTS)
+    faster = is_faster(partial(kernel.product_of_panels, x, of_halves(weight.bfloat16())), partial(F.linear, x, weight))
+    with suppress(InputError):
+        replace_text(file, json.dumps(faster))
+    return faster
 
 
 def _read(file: Path) -> range | None:

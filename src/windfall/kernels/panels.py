@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,8 +33,15 @@ class Panels(NamedTuple):
 
 def of_halves(weight: Tensor) -> Panels:
     """A weight in bfloat16 or float16."""
-    pairs = _by_input(weight).view(-1, weight.shape[1] // BLOCK, BLOCK // 2, 2, PANEL).transpose(3, 4)
-    return Panels(pairs.contiguous().view(torch.uint8).flatten(1), HALVES[weight.dtype], *weight.shape)
+    words = F.pad(weight.contiguous().view(torch.int32), (0, 0, 0, -len(weight) % PANEL))  # two inputs in each
+    panels = words.view(-1, PANEL, words.shape[1]).transpose(1, 2).contiguous()
+    return Panels(panels.view(torch.uint8).flatten(1), HALVES[weight.dtype], *weight.shape)
+
+
+def is_bf16(weight: Tensor) -> bool:
+    """Whether all these numbers in float32 are numbers in bfloat16."""
+    low = (0, 1)[sys.byteorder == "big"]
+    return not torch.count_nonzero(weight.contiguous().view(torch.int16).flatten()[low::2])
 
 
 def of_integers(values: Tensor, scales: Tensor, addends: Tensor | None = None, bits: int = 8) -> Panels:

@@ -2,10 +2,11 @@
 
 #include "products.h"
 
-/* Weights in float32: at least STRIP outputs, and inputs in multiples of 16. Panels: inputs in whole blocks. */
-void few_rows(const float *x, const Byte *w, float *y, long rows, long outputs, long inputs, int format, int threads) {
-    Product all = {x, w, y, rows, outputs, inputs, formats[format]};
-    multiply(&all, 1, threads);
+/* Weights in float32: at least STRIP outputs, and inputs in multiples of 16. Panels: inputs in whole blocks.
+ * Returns 0 if there is no memory. */
+int few_rows(const float *x, const Byte *w, float *y, long rows, long outputs, long inputs, int format, int threads) {
+    Product all = {x, w, y, rows, outputs, inputs, formats + format, {0}};
+    return multiply(&all, 1, threads);
 }
 
 /* Panels as float32: out [outputs][inputs]. */

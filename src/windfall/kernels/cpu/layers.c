@@ -9,8 +9,6 @@
 
 #include "products.h"
 
-typedef int Whole __attribute__((vector_size(4 * LANES)));
-
 #define QUERIES 24 /* of a key head, whose scores are computed together */
 #define ROUNDER 12582912.0f /* 1.5 * 2^23: adding it rounds to a whole number, which is then in the lowest bits */
 
@@ -270,8 +268,9 @@ static void project(const Linear *linear, long count, const float *x, float *y, 
     Product products[3];
     float *place = y;
     for (long i = 0; i < count; place += rows * linear[i++].outputs)
-        products[i] = (Product){x, linear[i].weight, place, rows, linear[i].outputs, linear[i].inputs, formats[linear[i].format]};
-    multiply(products, count, threads);
+        products[i] = (Product){x, linear[i].weight, place, rows, linear[i].outputs, linear[i].inputs,
+                                formats + linear[i].format, {0}};
+    if (!multiply(products, count, threads)) no_memory = 1;
     for (long i = 0; i < count; y += rows * linear[i++].outputs)
         for (long row = 0; linear[i].bias && row < rows; row++)
             for (long o = 0; o < linear[i].outputs; o++) y[row * linear[i].outputs + o] += linear[i].bias[o];

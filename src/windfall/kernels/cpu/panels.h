@@ -85,12 +85,14 @@ INTEGERS(4, 32, 0) INTEGERS(4, 32, 1) INTEGERS(4, 16, 0) INTEGERS(4, 16, 1)
 typedef struct {
     long bytes; /* of a block; 0: weights are no panels, but [outputs][inputs] in float32 */
     void (*decode)(const Byte *block, float *out);
+    int bits, group, addend; /* of integers */
 } Format;
 
 #define FORMAT(BITS, GROUP, ADDEND)                                                                                    \
-    { BLOCK / GROUP * (1 + ADDEND) * GROUP_BYTES + BLOCK * PANEL * BITS / 8, integers_##BITS##_##GROUP##_##ADDEND }
+    {BLOCK / GROUP * (1 + ADDEND) * GROUP_BYTES + BLOCK * PANEL * BITS / 8, integers_##BITS##_##GROUP##_##ADDEND,      \
+     BITS, GROUP, ADDEND}
 static const Format formats[] = { /* in the order of kernels/panels.py */
-    {0, 0}, {2 * BLOCK * PANEL, bf16}, {2 * BLOCK * PANEL, f16},
+    {0}, {.bytes = 2 * BLOCK * PANEL, .decode = bf16}, {.bytes = 2 * BLOCK * PANEL, .decode = f16},
     FORMAT(8, 32, 0), FORMAT(8, 32, 1), FORMAT(8, 16, 0), FORMAT(8, 16, 1),
     FORMAT(4, 32, 0), FORMAT(4, 32, 1), FORMAT(4, 16, 0), FORMAT(4, 16, 1),
 };
@@ -138,20 +140,20 @@ static void add_panel(const float *x, long x_step, long rows, const float *w, lo
     }
 }
 
-/* One panel times all rows: y [rows][outputs], of which `count` belong to the panel. */
-static void multiply_panel(const Byte *panel, Format format, const float *x, long inputs, float *y, long outputs,
-                           long count, long rows) {
+/* One panel times all rows, into sums [rows][PANEL]. */
+static void decoded_panel(const Byte *panel, const Format *format, const float *x, long inputs, long rows,
+                          float (*sums)[PANEL]) {
     float decoded[CHUNK_BLOCKS * BLOCK * PANEL] __attribute__((aligned(64)));
-    float sums[MOST_ROWS][PARTS][PANEL] __attribute__((aligned(64)));
-    memset(sums, 0, rows * sizeof *sums);
+    float parts[MOST_ROWS][PARTS][PANEL] __attribute__((aligned(64)));
+    memset(parts, 0, rows * sizeof *parts);
     for (long start = 0; start < inputs; start += CHUNK_BLOCKS * BLOCK) {
         long some = at_most(CHUNK_BLOCKS * BLOCK, inputs - start);
-        for (long i = 0; i < some; i += BLOCK, panel += format.bytes) {
-            for (long line = 0; line < format.bytes; line += 64) __builtin_prefetch(panel + FETCHED + line);
-            format.decode(panel, decoded + i * PANEL);
+        for (long i = 0; i < some; i += BLOCK, panel += format->bytes) {
+            for (long line = 0; line < format->bytes; line += 64) __builtin_prefetch(panel + FETCHED + line);
+            format->decode(panel, decoded + i * PANEL);
         }
-        add_panel(x + start, inputs, rows, decoded, some, sums);
+        add_panel(x + start, inputs, rows, decoded, some, parts);
     }
     for (long row = 0; row < rows; row++)
-        for (long o = 0; o < count; o++) y[row * outputs + o] = sums[row][0][o] + sums[row][1][o];
+        for (long o = 0; o < PANEL; o++) sums[row][o] = parts[row][0][o] + parts[row][1][o];
 }

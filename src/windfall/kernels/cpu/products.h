@@ -1,13 +1,15 @@
 /* Products of a few rows and a large weight: y[rows, outputs] = x[rows, inputs] * w[outputs, inputs]^T.
  *
- * Weights are in panels (panels.h), or as torch has them: [outputs][inputs] in float32. These are read once, in strips
- * of a few outputs, and each chunk of a strip is multiplied with all rows before the next one is read. Sums are in
- * float32. Their order is the same for any number of rows and threads.
+ * Weights are in panels, or as torch has them: [outputs][inputs] in float32. These are read once, in strips of a few
+ * outputs, and each chunk of a strip is multiplied with all rows before the next one is read. Sums are in float32.
+ * Their order is the same for any number of rows and threads.
+ *
+ * Panels are multiplied by AMX (tiles.h), in integers (integers.h) or in float32 (panels.h), by what the CPU has.
  */
 
 #pragma once
 
-#include "panels.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #if defined(__x86_64__) && !defined(__AVX512F__) /* 16 vector registers, otherwise 32 */
@@ -21,6 +23,7 @@
 #define AHEAD 8    /* outputs whose weights are fetched in advance */
 #define LEVEL 2    /* of the cache into which they are fetched, as __builtin_prefetch counts */
 #define LINE 16    /* floats of a cache line */
+#define SPARE 6144 /* bytes after split rows, which tiles may read and ignore */
 
 /* Adds the products of R rows and `count` inputs of a strip to their sums. For each vector of inputs, LINES cache lines
  * are fetched, and the next ones lie `step` floats further. */
@@ -53,7 +56,8 @@ typedef struct {
     const Byte *w;
     float *y;
     long rows, outputs, inputs;
-    Format format;
+    const Format *format;
+    Split split; /* of x, if its method needs it */
 } Product;
 
 /* `count` inputs of a strip, from `start` on, times all rows. */
@@ -81,13 +85,110 @@ static void multiply_strips(const Product *all, long thread, long threads) {
     }
 }
 
+/* How a product is computed. */
+typedef enum { STRIPS, DECODED, INTEGERS_IN_ROWS, INTEGERS_IN_TILES, BF16_IN_TILES } Method;
+
+static Method method_of(const Product *product) {
+    if (!product->format->bytes) return STRIPS;
+#ifdef AMX
+    if (may_use_tiles && product->format->decode == bf16) return BF16_IN_TILES;
+    if (may_use_tiles && product->format->bits && product->rows >= least_tiled_rows(product->format))
+        return INTEGERS_IN_TILES;
+#endif
+#ifdef INTEGER_ROWS
+    if (product->format->bits) return INTEGERS_IN_ROWS;
+#endif
+    return DECODED;
+}
+
+/* Sets the sizes of tiles that a product needs, in each thread. */
+static void use_tiles(const Product *own) {
+#ifdef AMX
+    Method method = method_of(own);
+    if (method == BF16_IN_TILES) set_tiles(divided(own->rows).side, 2 * BLOCK);
+    if (method == INTEGERS_IN_TILES) set_tiles(divided(own->rows).side, own->format->group);
+#else
+    (void)own;
+#endif
+}
+
+/* Tiles that are in use would be saved whenever a thread is interrupted. */
+static void release_tiles(void) {
+#ifdef AMX
+    if (may_use_tiles) _tile_release();
+#endif
+}
+
+/* Whether two products need their rows in the same form. */
+static int alike(const Product *a, const Product *b) {
+    return a->x == b->x && a->format->bits == b->format->bits && a->format->group == b->format->group &&
+           a->format->addend == b->format->addend && method_of(a) == method_of(b);
+}
+
+/* Splits the rows of a product as its method needs them. Returns 0 if there is no memory. */
+static int split_rows(Product *own) {
+    Method method = method_of(own);
+    if (method == STRIPS || method == DECODED) return 1;
+#ifdef INTEGER_ROWS
+    long rows = own->rows, inputs = own->inputs, each = method == BF16_IN_TILES ? 2 : 1;
+    long bytes = rows * DIGITS * inputs * each + SPARE, groups = each == 2 ? 0 : inputs / own->format->group;
+    bytes = (bytes + 63) / 64 * 64;
+    Byte *place = aligned_alloc(64, (bytes + (groups * (DIGITS + 1) + 1) * rows * 4 + 63) / 64 * 64);
+    if (!place) return 0;
+    own->split.parts = place;
+    own->split.offsets = (int *)(place + bytes);
+    own->split.totals = (float *)(own->split.offsets + groups * DIGITS * rows);
+    own->split.units = own->split.totals + groups * rows;
+    for (long row = 0; row < rows; row++) {
+        const float *x = own->x + row * inputs;
+#ifdef AMX
+        if (method == BF16_IN_TILES) {
+            split_bf16(x, inputs, place + 2 * row * DIGITS * BLOCK, 2 * rows * DIGITS * BLOCK);
+            continue;
+        }
+#endif
+        split_row(x, inputs, own->format, rows, row, &own->split);
+    }
+#endif
+    return 1;
+}
+
+/* One panel times all rows. */
+static void multiply_panel(const Product *own, long number) {
+    const Byte *panel = own->w + number * (own->inputs / BLOCK * own->format->bytes);
+    float sums[MOST_ROWS][PANEL] __attribute__((aligned(64)));
+    long count = at_most(PANEL, own->outputs - number * PANEL), rows = own->rows;
+    const float *units = 0;
+    switch (method_of(own)) {
+#ifdef AMX
+    case BF16_IN_TILES: bf16_tiles_panel(panel, &own->split, own->inputs, rows, divided(rows), sums); break;
+    case INTEGERS_IN_TILES:
+        memset(sums, 0, rows * sizeof *sums);
+        integer_tiles_panel(panel, own->format, &own->split, own->inputs, rows, divided(rows), sums);
+        units = own->split.units;
+        break;
+#endif
+#ifdef INTEGER_ROWS
+    case INTEGERS_IN_ROWS:
+        memset(sums, 0, rows * sizeof *sums);
+        integer_panel(panel, own->format, &own->split, own->inputs, rows, sums);
+        units = own->split.units;
+        break;
+#endif
+    default: decoded_panel(panel, own->format, own->x, own->inputs, rows, sums);
+    }
+    for (long row = 0; row < rows; row++)
+        for (long o = 0; o < count; o++)
+            own->y[row * own->outputs + number * PANEL + o] = units ? sums[row][o] * units[row] : sums[row][o];
+}
+
 typedef struct {
     const Product *each;
     long count;
 } Products;
 
 static long panels(const Product *product) {
-    return product->format.bytes ? (product->outputs + PANEL - 1) / PANEL : 0;
+    return product->format->bytes ? (product->outputs + PANEL - 1) / PANEL : 0;
 }
 
 /* What one thread does: its range of the strips of each product, and of the panels of all of them. */
@@ -96,26 +197,32 @@ static void multiply_part(void *given) {
     long thread = thread_number(), threads = thread_count(), total = 0, before = 0;
     for (long i = 0; i < all->count; i++) total += panels(all->each + i);
     for (const Product *own = all->each; own < all->each + all->count; before += panels(own++)) {
-        if (!own->format.bytes) multiply_strips(own, thread, threads);
-        long bytes = own->inputs / BLOCK * own->format.bytes, last = total * (thread + 1) / threads - before;
-        for (long panel = at_least(total * thread / threads - before, 0); panel < at_most(last, panels(own)); panel++)
-            multiply_panel(own->w + panel * bytes, own->format, own->x, own->inputs, own->y + panel * PANEL, own->outputs,
-                           at_most(PANEL, own->outputs - panel * PANEL), own->rows);
+        long first = at_least(total * thread / threads - before, 0);
+        long last = at_most(total * (thread + 1) / threads - before, panels(own));
+        if (!own->format->bytes) multiply_strips(own, thread, threads);
+        if (first < last) use_tiles(own);
+        for (long panel = first; panel < last; panel++) multiply_panel(own, panel);
     }
+    release_tiles();
 }
 
-/* Products with the same number of rows. */
-static void multiply(const Product *each, long count, int threads) {
-    long rows = each->rows;
-    Product some[3];
-    for (long first = 0; first < rows; first += MOST_ROWS) {
+/* Products with the same number of rows. Returns 0 if there is no memory. */
+static int multiply(const Product *each, long count, int threads) {
+    long rows = each->rows, done = 1;
+    for (long first = 0; done && first < rows; first += MOST_ROWS) {
+        Product some[3];
         for (long i = 0; i < count; i++) {
             some[i] = each[i];
             some[i].rows = at_most(MOST_ROWS, rows - first);
             some[i].x += first * some[i].inputs;
             some[i].y += first * some[i].outputs;
+            if (i && alike(some + i, some + i - 1)) some[i].split = some[i - 1].split;
+            else done = done && split_rows(some + i);
         }
         Products all = {some, count};
-        parallel(multiply_part, &all, (unsigned)threads, 0);
+        if (done) parallel(multiply_part, &all, (unsigned)threads, 0);
+        for (long i = 0; i < count; i++)
+            if (!i || some[i].split.parts != some[i - 1].split.parts) free(some[i].split.parts);
     }
+    return done;
 }

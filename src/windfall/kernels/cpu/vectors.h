@@ -16,6 +16,8 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int Whole __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int Word __attribute__((aligned(1), may_alias));
 typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
 typedef unsigned char Byte;
 
