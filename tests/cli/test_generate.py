@@ -275,7 +275,7 @@ def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.Monk
         ("--preset nonsense", "there is no preset 'nonsense'; choose from eagle-1"),
         ("--preset eagle-2 --policy beam", "a preset names a policy and its options; give a preset or a policy"),
         ("--preset eagle-2 --set colour=red", "policy beam has no option 'colour'; it has: depth, k, nodes"),
-        ("--policy chain --set depth=x", "policy chain: depth takes int, not 'x'"),
+        ("--policy chain --set depth=x", "policy chain: depth takes a whole number, not 'x'"),
         ("--policy chain --set depth=0", "depth must be at least 1, not 0"),
         ("--set depth", "write settings as name=value, not 'depth'"),
         ("--policy chain --set colour=red", "policy chain has no option 'colour'; it has: depth"),
