@@ -269,7 +269,7 @@ def test_control_c_while_loading_is_quiet(folder: Path, monkeypatch: pytest.Monk
         ("--max-new-tokens 0", "max_new_tokens must be at least 1, not 0"),
         ("--max-new-tokens many", "Invalid value for '--max-new-tokens': "),
         ("--logit-bias garbage", "write --logit-bias as ID=VALUE, for example 42=-100, not 'garbage'"),
-        ("--logit-bias 999=1", "logit_bias takes token ids between 0 and 60"),
+        ("--logit-bias 999=1", "logit_bias takes token ids between 0 and 60, not 999"),
         ("--stop=", "a stop string must not be empty"),
         ("--policy nonsense", "there is no policy 'nonsense'; choose from auto, none"),
         ("--preset nonsense", "there is no preset 'nonsense'; choose from eagle-1"),
