@@ -138,7 +138,7 @@ def test_mistakes_are_refused_in_one_line(name: str, message: str) -> None:
 
 @pytest.mark.usefixtures("file")
 def test_a_drafter_without_all_methods_is_refused() -> None:
-    with pytest.raises(InputError, match="'HalfADrafter' in 'my.py' needs a method expand"):
+    with pytest.raises(InputError, match=r"'HalfADrafter' in 'my\.py' needs a method expand"):
         registry.drafter("my.py:HalfADrafter")
 
 

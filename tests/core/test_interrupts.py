@@ -11,11 +11,16 @@ from windfall.core.interrupts import uninterrupted
 
 
 def test_ctrl_c_waits_for_the_end_of_the_block() -> None:
-    finished = False
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        finished = True
-    assert finished
+    done = []
+
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 

@@ -169,9 +169,10 @@ def test_ctrl_c_keeps_all_finished_steps(
             signal.raise_signal(signal.SIGINT)
         return usual(*given)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, place, interrupted)
+    monkeypatch.setattr(owner, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "cut", texts, target, save_minutes=9)
+    monkeypatch.undo()
     kept = torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)["step"]
     assert kept == (16 if place == "step" else 14)  # one of the reports is of the validation at step 10
     after = figures(train(tmp_path / "cut", texts, target, resume=True, save_minutes=9))

@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 from windfall.core.errors import InputError
 
 T = TypeVar("T")
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "none"}
+WORDS: dict[Any, str] = {  # types as error messages name them
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "none",
+}
 PLAIN = set(WORDS)  # types that `check` can check
 _HINTS: dict[type, dict[str, Any]] = {}
 
@@ -185,4 +191,4 @@ def _type_name(wanted: Any) -> str:
 def _in_words(wanted: Any) -> str:
     """A type as error messages name it: 'a whole number or none'."""
     kinds = typing.get_args(wanted) or (wanted,)
-    return " or ".join(WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in kinds)
+    return " or ".join(WORDS.get(kind) or str(getattr(kind, "__name__", kind)) for kind in kinds)
