@@ -33,6 +33,7 @@ import torch
 from beside import ROOM
 
 import windfall
+from windfall.drafters.base import Drafter
 from windfall.drafters.ngram import NGramDrafter
 from windfall.core.types import Grow
 
@@ -52,6 +53,19 @@ class Mine(windfall.TreePolicy):
 
 class Undecorated(windfall.TreePolicy):
     depth: int = windfall.option(2, "tokens to draft")
+
+
+@dataclass
+class Unfinished(windfall.TreePolicy):
+    """Has no method of its own."""
+
+
+@dataclass
+class HalfADrafter(Drafter):
+    """Starts, and does nothing else."""
+
+    def start(self, prompts, hidden, dice):
+        pass
 
 
 @dataclass
@@ -103,10 +117,11 @@ def test_python_takes_the_same_names() -> None:
     ("name", "message"),
     [
         ("no.py:Mine", r"cannot read 'no\.py': No such file or directory"),
-        ("my.py:Other", r"'my\.py' has no class 'Other'; its TreePolicy classes: Mine, Undecorated"),
+        ("my.py:Other", r"'my\.py' has no class 'Other'; its TreePolicy classes: Mine, Undecorated, Unfinished"),
         ("my.py:NUMBER", r"'NUMBER' in 'my\.py' must be a subclass of windfall\.policies\.base\.TreePolicy"),
         ("my.py:MyDrafter", r"'MyDrafter' in 'my\.py' must be a subclass of"),
         ("my.py:Undecorated", r"has the option 'depth', so it needs @dataclass"),
+        ("my.py:Unfinished", r"'Unfinished' in 'my\.py' needs a method plan or grow or budget"),
         ("broken.py:Mine", r"cannot import 'broken\.py': ZeroDivisionError in line 3: division by zero"),
         ("torn.py:Mine", r"cannot import 'torn\.py': SyntaxError in line 1: "),
         ("leaving.py:Mine", r"cannot import 'leaving\.py': SystemExit in line 1: 3"),
@@ -119,6 +134,20 @@ def test_mistakes_are_refused_in_one_line(name: str, message: str) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     assert re.fullmatch(rf"windfall: [^\n]*{message}[^\n]*\n", result.stderr), result.stderr
+
+
+@pytest.mark.usefixtures("file")
+def test_a_drafter_without_all_methods_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'HalfADrafter' in 'my\.py' needs a method expand"):
+        registry.drafter("my.py:HalfADrafter")
+
+
+def test_a_policy_object_without_methods_is_refused() -> None:
+    class Nothing(windfall.TreePolicy):
+        pass
+
+    with pytest.raises(InputError, match="the policy Nothing needs a method plan or grow"):
+        windfall.load((tiny(), None), policy=Nothing()).generate([1, 2, 3], max_new_tokens=4)
 
 
 def test_methods_take_them_with_settings_and_drafters(file: Path) -> None:

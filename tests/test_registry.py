@@ -44,7 +44,7 @@ def test_every_class_is_registered_and_every_name_loads() -> None:
     [
         ("baem", {}, "no policy 'baem'; choose from auto, none"),
         ("beam", {"width": 3}, "policy beam has no option 'width'; it has: depth, k, nodes"),
-        ("beam", {"depth": "deep"}, "policy beam: depth takes int, not 'deep'"),
+        ("beam", {"depth": "deep"}, "policy beam: depth takes a whole number, not 'deep'"),
         ("beam", {"depth": 0}, "depth must be at least 1, not 0"),
         ("fixed-tree", {"tau": "1.5"}, "tau must be at least 0 and at most 1, not 1.5"),
     ],

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +24,11 @@ def is_reference(name: str) -> bool:
     return cls.isidentifier() and (place.endswith(SUFFIX) or all(part.isidentifier() for part in place.split(".")))
 
 
-def find_class(name: str, base: type) -> type:
-    """The class with the name `FILE.py:CLASS` or `MODULE:CLASS`; it must be a subclass of `base`."""
+def find_class(name: str, base: type, required: Sequence[Sequence[str]] = ()) -> type:
+    """The class with the name `FILE.py:CLASS` or `MODULE:CLASS`.
+
+    It must be a subclass of `base`, and override at least one method of each group in `required`.
+    """
     place, _, wanted = name.rpartition(":")
     module = _load_file(Path(place).expanduser()) if place.endswith(SUFFIX) else _load_module(place)
     found = getattr(module, wanted, None)
@@ -36,6 +39,9 @@ def find_class(name: str, base: type) -> type:
         raise InputError(f"'{wanted}' in '{place}' must be a subclass of {base.__module__}.{base.__name__}")
     if undeclared := [key for key, value in vars(found).items() if isinstance(value, dataclasses.Field)]:
         raise InputError(f"'{wanted}' in '{place}' has the option '{undeclared[0]}', so it needs @dataclass")
+    for names in required:
+        if all(getattr(found, name) is getattr(base, name) for name in names):
+            raise InputError(f"'{wanted}' in '{place}' needs a method {' or '.join(names)}")
     return found
 
 

@@ -86,6 +86,10 @@ PRESETS: dict[str, tuple[str, dict[str, Any], str]] = {  # published settings: p
     "svip-ltd": ("svip", {"depth": 12, "nodes": 60}, "LTD's baseline: factor 0.15, threshold 0.3"),
     "gammatune-ltd": ("gammatune", {"depth": 12, "start": 8, "nodes": 60}, "LTD's baseline: 4 to 12, eta 0.2"),
 }
+REQUIRED = {  # methods of a user's class; of each group at least one
+    "policy": [["plan", "grow", "budget"]],
+    "drafter": [["start"], ["expand"], ["commit"], ["retain"]],
+}
 GROUPS = {"policy": "windfall.policies", "drafter": "windfall.drafters"}  # entry-point groups
 
 
@@ -172,7 +176,7 @@ def split_name(parts: Sequence[str]) -> tuple[str, list[str]]:
 def _find(kind: str, name: str) -> type:
     table = _table(kind)
     if name not in table and plugins.is_reference(name):
-        return plugins.find_class(name, _base(kind))
+        return plugins.find_class(name, _base(kind), REQUIRED[kind])
     if name not in table:
         raise InputError(f"there is no {kind} '{name}'; choose from {', '.join(table)}, or give FILE.py:CLASS")
     module, _, attribute = table[name].partition(":")

@@ -69,7 +69,7 @@ def test_all_is_every_policy() -> None:
         ("ngram/nonsense", "there is no policy 'nonsense'"),
         ("self:skip=3/nonsense", "there is no policy 'nonsense'"),
         ("beam:depth", "write settings as name=value, not 'depth'"),
-        ("beam:depth=x", "policy beam: depth takes int, not 'x'"),
+        ("beam:depth=x", "policy beam: depth takes a whole number, not 'x'"),
         ("/one/small/beam,/two/small/beam", "two methods would be called 'small/beam'"),
         ("ngram:depth=3/beam", "drafter ngram has no option 'depth'"),
     ],

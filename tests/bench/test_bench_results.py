@@ -244,6 +244,9 @@ def test_folders_that_hold_no_run(tmp_path: Path) -> None:
     write(tmp_path, ["{nonsense", ""], {"settings": {"methods": []}, "provenance": {}})
     with pytest.raises(InputError, match="holds a damaged"):
         reading.load(tmp_path)
+    write(tmp_path, [], {"settings": {"methods": []}})
+    with pytest.raises(InputError, match=r"holds a damaged run\.json or records\.jsonl: 'provenance' is missing"):
+        reading.load(tmp_path)
     twice = json.dumps(vars(record("beam")) | {"turns": [turn([2])]})
     empty = json.dumps(vars(record("beam")) | {"turns": []})
     wrong = json.dumps(vars(record("beam")) | {"turns": [turn([2], seconds="fast")]})

@@ -206,7 +206,10 @@ def test_ctrl_c_keeps_what_is_finished(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("http://127.0.0.1:9/v1 --requests 1", "cannot reach http://127.0.0.1:9/v1"),
+        (
+            "http://127.0.0.1:9/v1 --requests 1",
+            "cannot reach http://127.0.0.1:9/v1: Connection refused; is the server running?",
+        ),
         ("127.0.0.1:8000", "a server's address is a URL such as http://127.0.0.1:8000/v1, not '127.0.0.1:8000'"),
         ("http://me:secret@host", "give the key in an environment variable (--key-variable), not in the URL"),
         ("http://host --api chats", "--api takes chat or completions, not 'chats'"),

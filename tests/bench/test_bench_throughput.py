@@ -235,7 +235,8 @@ def test_only_results_can_be_drawn_again(tmp_path: Path, text: str | None, messa
     file = tmp_path / "throughput.json"
     if text is not None:
         file.write_text(text)
-    assert message in refused("bench", "throughput", "--draw", "--out", file)
+    said = refused("bench", "throughput", "--draw", "--out", file)
+    assert message in said and said.count(file.name) == 1
     assert "name their file with --out" in refused("bench", "throughput", "--draw")
 
 

@@ -90,14 +90,14 @@ def test_lines_of_quotes_make_one_message_of_several_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("temperature hot", "temperature takes float, not 'hot'"),
+        ("temperature hot", "temperature takes a number, not 'hot'"),
         ("temperature -1", "temperature must be 0 .* or more, not -1"),
         ("temperature nan", "temperature must be"),
         ("top-p 7", "top_p must be above 0 and at most 1, not 7"),
         ("colour red", "there is no sampling option 'colour'; there are max-new-tokens, temperature"),
         ("logit-bias x", "write --logit-bias as ID=VALUE"),
         ('stop "open', "no closing quotation"),
-        ("ignore-eos maybe", "ignore-eos takes bool, not 'maybe'"),
+        ("ignore-eos maybe", "ignore-eos takes true or false, not 'maybe'"),
     ],
 )
 def test_wrong_settings_are_refused_and_change_nothing(

@@ -100,7 +100,7 @@ def test_compare_finds_a_wrong_policy(folder: Path, monkeypatch: pytest.MonkeyPa
         ("chain,,beam", "write --policies as names separated by commas"),
         ("nonsense", "there is no policy 'nonsense'; choose from auto"),
         ("beam:depth", "write settings as name=value, not 'depth'"),
-        ("beam:depth=x", "policy beam: depth takes int, not 'x'"),
+        ("beam:depth=x", "policy beam: depth takes a whole number, not 'x'"),
     ],
 )
 def test_bad_policies_are_refused_in_one_line(folder: Path, policies: str, message: str) -> None:

@@ -23,6 +23,7 @@ def test_policies_lists_the_whole_registry() -> None:
     assert [entry["name"] for entry in told["drafters"]] == registry.drafters()
     for entry in told["policies"] + told["drafters"]:
         assert entry["name"] in shown and entry["summary"] in shown
+        assert entry["summary"].endswith("."), "the summary is not a whole sentence"
         for option in entry["options"]:
             assert set(option) >= {"name", "type", "default", "help"}
             assert option["name"] in shown

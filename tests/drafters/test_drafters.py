@@ -12,6 +12,7 @@ from helpers.tiny import VOCABULARY, prompt, tiny
 from windfall import registry
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, InputError
+from windfall.drafters.base import add_children
 from windfall.drafters.lm import MAX_PENDING, LMDrafter
 from windfall.drafters.self_skip import SelfDrafter, parse_layers, without_layers
 from windfall.engine.engine import Engine
@@ -157,3 +158,8 @@ def test_layers_are_parsed() -> None:
 @pytest.mark.parametrize("name", registry.drafters())
 def test_every_drafter_explains_itself(name: str) -> None:
     assert registry.drafter_class(name).__doc__
+
+
+def test_a_probability_that_rounding_raised_above_1_counts_as_1() -> None:
+    tree = add_children(DraftTree.root(3), Grow(torch.tensor([0]), k=2), torch.tensor([[1e-7, -2.0]]), None)
+    assert tree.logq.tolist() == [0.0, 0.0, -2.0]

@@ -257,6 +257,14 @@ def test_probabilities_of_a_nodes_children_sum_to_at_most_one(text: list[int], m
         assert math.fsum(chances(tree, node).values()) <= 1 + 1e-6
 
 
+def test_no_node_is_more_likely_than_its_parent_where_rounding_adds_up_to_more_than_1() -> None:
+    text = [7] * 46
+    automaton = SuffixAutomaton(16, text)
+    assert blend(automaton, automaton.tail, 2) == [(7, 1.0)]
+    tree = grown(started(text), root=7, levels=8, k=1)
+    assert (tree.score[1:] <= tree.score[tree.parents[1:]]).all()
+
+
 @given(texts.filter(bool), st.sampled_from(METHODS))
 def test_drafting_is_deterministic_and_leaves_no_trace(text: list[int], method: str) -> None:
     drafter = started(text, method=method)

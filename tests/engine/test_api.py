@@ -67,9 +67,9 @@ def test_gpu_options_as_one_record() -> None:
     [
         ({"policy_options": {"deep": 3}, "policy": "beam"}, "policy beam has no option 'deep'; it has: depth, k"),
         ({"policy_options": {"depth": 0}, "policy": "beam"}, "depth must be at least 1, not 0"),
-        ({"policy_options": {"depth": None}, "policy": "beam"}, "depth takes int, not None"),
-        ({"policy_options": {"depth": [3]}, "policy": "beam"}, r"depth takes int, not \[3\]"),
-        ({"policy_options": {"widths": 5}, "policy": "specinfer"}, "widths takes str, not 5"),
+        ({"policy_options": {"depth": None}, "policy": "beam"}, "depth takes a whole number, not None"),
+        ({"policy_options": {"depth": [3]}, "policy": "beam"}, r"depth takes a whole number, not \[3\]"),
+        ({"policy_options": {"widths": 5}, "policy": "specinfer"}, "widths takes text, not 5"),
         ({"policy_options": ["depth"], "policy": "beam"}, "policy_options takes options by name"),
         ({"policy_options": {"depth": 3}, "policy": Beam()}, "this policy is a ready Beam; give its options where"),
         ({"drafter_options": {"depth": 3}, "drafter": "ngram"}, "drafter ngram has no option 'depth'"),

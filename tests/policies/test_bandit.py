@@ -109,7 +109,7 @@ def test_arms_are_policies_and_presets() -> None:
     assert "none" in registry.policy("bandit").labels
     for arms, reason in (
         ("beam++auto", "separate arms with"),
-        ("baem", "no preset 'baem'"),
+        ("baem", "no policy 'baem'; choose from"),
         ("beam:width=3", "no option 'width'"),
         ("bandit", "cannot be an arm"),
     ):

@@ -278,3 +278,12 @@ def test_the_command(files: list[str], tmp_path: Path) -> None:
     assert windfall(*given, "--resume").exit_code == 0
     assert "no prompts" in refused("train", "data", "--target", model, "--out", tmp_path / "no")
     assert "greedy_share must be" in refused(*given, "--greedy-share", 2)
+    assert "holds no data.json" in refused("train", "data", *files, "--out", model, "--resume")
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a" * 60}) + "\n")
+    given = ["--target", tmp_path / "model", "--out", tmp_path / "out", "--max-length", 40]
+    assert "left out: 1 prompt that is too long" in windfall("train", "data", tmp_path / "p.jsonl", *given).stderr

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +34,11 @@ from windfall.model.target import Target
 from windfall.registry import drafter, policy
 from windfall.train.heads import BEST, HeadJob, initial_head, most_frequent, train_head
 from windfall.train.objectives import objective
+from windfall.train.objectives.ttt import TrainingTimeTest
 from windfall.train.recipe import Recipe
 from windfall.train.shards import FinishedPrompt, Text, TokenData, token_counts, write_metadata, write_shard
 from windfall.train.teacher import Teacher
-from windfall.train.trainer import Event, Optimizers, Trainer, Workers, cudnn_attention_disabled
+from windfall.train.trainer import CHECKPOINT, Event, Optimizers, Trainer, Workers, cudnn_attention_disabled
 
 RECIPE: dict[str, Any] = {"steps": 30, "batch_tokens": 240, "rate": 1e-2, "validate_every": 10, "save_minutes": 0}
 
@@ -151,6 +153,30 @@ def test_a_killed_training_resumes_to_the_same_losses(tmp_path: Path, texts: Pat
     assert figures(before + after) == whole
     with pytest.raises(InputError, match="rate was "):
         train(tmp_path / "cut", texts, target, resume=True, rate=1e-3)
+
+
+@pytest.mark.parametrize("place", ["report", "step"])
+def test_ctrl_c_keeps_all_finished_steps(
+    place: str, tmp_path: Path, texts: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = figures(train(tmp_path / "whole", texts, target, save_minutes=9))
+    owner: Any = TrainingTimeTest if place == "report" else Optimizers
+    usual, calls = getattr(owner, place), []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 16:
+            signal.raise_signal(signal.SIGINT)
+        return usual(*given)
+
+    monkeypatch.setattr(owner, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", texts, target, save_minutes=9)
+    monkeypatch.undo()
+    kept = torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)["step"]
+    assert kept == (16 if place == "step" else 14)  # one of the reports is of the validation at step 10
+    after = figures(train(tmp_path / "cut", texts, target, resume=True, save_minutes=9))
+    assert [each for each in after if each[0] == 30] == [each for each in whole if each[0] == 30]
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
@@ -394,9 +420,9 @@ def test_the_output_folder_of_a_training_is_a_drafter(tmp_path: Path, texts: Pat
 
 def test_warnings_about_heads_that_hardly_agree_with_the_target(tmp_path: Path, texts: Path, target: Target) -> None:
     train(tmp_path / "out", texts, target, steps=1)
-    with pytest.warns(HeadWarning, match="it was made for this very model, but trained too little"):
+    with pytest.warns(HeadWarning, match="it was made for this model, but trained too little"):
         find_head(str(tmp_path / "out"), target)
-    with pytest.warns(HeadWarning, match="only: it was made for another model, and will hardly"):
+    with pytest.warns(HeadWarning, match="tokens: it was made for another model\\. It will hardly"):
         find_head(str(tmp_path / "out"), Target(tiny(seed=5, num_hidden_layers=2)))
     said = tmp_path / "out" / BEST / "config.json"
     config = json.loads(said.read_text())

@@ -18,6 +18,12 @@ PACKED_FILE = RECORDS_FILE + ".gz"  # the same, compressed by hand
 PEAKS_FILE = "memory.json"  # peak bytes of device memory by method, each measured separately
 FORMAT = 1  # of these files
 
+
+def reason(error: Exception) -> str:
+    """What is wrong with a file, from the error that reading it raised."""
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+
+
 Key = tuple[str, str, float, int]  # task, id, temperature, repeat
 
 
@@ -166,7 +172,7 @@ def load(folder: str | Path) -> Run:
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"'{folder}' holds a damaged {RUN_FILE} or {RECORDS_FILE}: {error}") from error
+        raise InputError(f"'{folder}' holds a damaged {RUN_FILE} or {RECORDS_FILE}: {reason(error)}") from error
 
 
 def _records_text(folder: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.bench.provenance import now
-from windfall.bench.reading import FORMAT, PACKED_FILE, PEAKS_FILE, RECORDS_FILE, RUN_FILE, complete_lines
+from windfall.bench.reading import FORMAT, PACKED_FILE, PEAKS_FILE, RECORDS_FILE, RUN_FILE, complete_lines, reason
 from windfall.core.errors import InputError
 from windfall.core.files import replace_text
 
@@ -63,7 +63,9 @@ class Store:
         except FileNotFoundError:
             raise InputError(f"'{self.folder}' is not empty and holds no {RUN_FILE}: no run to resume") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"'{self.folder}' holds a damaged {RUN_FILE} or {RECORDS_FILE}: {error}") from error
+            raise InputError(
+                f"'{self.folder}' holds a damaged {RUN_FILE} or {RECORDS_FILE}: {reason(error)}"
+            ) from error
 
     def _mend(self) -> list[dict[str, Any]]:
         """Read the records, and cut off an incomplete last line."""

@@ -125,8 +125,9 @@ def read_results(file: Path | None) -> dict[str, Any]:
     """What an earlier run has written."""
     if file is None:
         raise InputError("--draw shows earlier results; name their file with --out")
+    text = read_text(file)
     try:
-        found = parse_json(read_text(file))
+        found = parse_json(text)
     except ValueError as error:
         raise InputError(f"'{file}' is not JSON: {error}") from error
     if not isinstance(found, dict) or not {"target", "provenance", "rows", "skipped"} <= found.keys():

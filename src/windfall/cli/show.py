@@ -106,7 +106,7 @@ def _preset(name: str, entry: tuple[str, dict[str, Any], str]) -> dict[str, Any]
 
 
 def _summary(cls: type) -> str:
-    return (inspect.getdoc(cls) or "").partition("\n")[0]
+    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
 
 
 def doctor(json: bool = json_option()) -> None:

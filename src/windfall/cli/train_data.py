@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from windfall.engine.engine import Engine
     from windfall.train.data import Progress
 
+LEFT_OUT = {
+    "empty": ("answer without text", "answers without text"),
+    "too_long": ("prompt that is too long", "prompts that are too long"),
+}
 MAX_REQUESTS, MAX_REQUESTS_CUDA = 16, 256  # texts that are generated at once by default
 
 
@@ -41,9 +45,10 @@ def data(
     json: bool = json_option(),
 ) -> None:
     """Let the target answer prompts, to train drafters on its own texts."""
-    from windfall.train.data import Settings, make_data
+    from windfall.train.data import Settings, check_folder, make_data
 
     settings = Settings(max_new_tokens, temperature, greedy_share, held_out, seed, max_length, cut_loops, shard)
+    check_folder(out, resume)
     engine = _plain_engine(model, batch)
     how: dict[str, Any] = {"self_prompts": self_prompts, "limit": limit, "resume": resume, "notify": console.note}
     how |= {"pause_after": pause_after}
@@ -62,6 +67,8 @@ def data(
         f"{answers} with {tokens} in {texts}, {counts.get('held_out', 0)} of them held out; "
         f"{100 * about['repeated_share']:.1f}% of the text repeats itself"
     )
+    if left_out := [counted(counts[kind], *words) for kind, words in LEFT_OUT.items() if counts.get(kind)]:
+        console.note(f"left out: {', '.join(left_out)}")
     if not about["finished"]:
         console.note("paused; the same command with --resume continues")
     elif not counts.get("held_out"):

@@ -122,7 +122,7 @@ def lm(training: TrainingOptions, recipe: Recipe, model: TargetOptions, shape: M
 
 
 def follow(events: Iterator[Event], folder: Path) -> None:
-    """Show and log every event. After Ctrl-C the training can be resumed from the last checkpoint."""
+    """Show and log every event. After Ctrl-C the training can be resumed."""
     from windfall.train.trainer import CHECKPOINT
 
     if int(os.environ.get("RANK", "0")):  # only the first of several processes prints and logs
@@ -134,7 +134,7 @@ def follow(events: Iterator[Event], folder: Path) -> None:
 
     def stopped() -> str:
         kept = (folder / CHECKPOINT).exists()
-        return "stopped; " + ("--resume continues from the last checkpoint" if kept else "nothing is kept")
+        return "stopped; " + ("the finished steps are kept, and --resume continues" if kept else "nothing is kept")
 
     with stop_on_interrupt(stopped), console.live_progress("Training") as progress:
         for event in events:

@@ -56,6 +56,8 @@ def tune(
     chosen = tuning.candidates(policy, search, names, candidates, seed, fixed, given)
     loaded = load_tasks(words(tasks, "--tasks") or ["builtin"], limit)
     check_out_file(out)
+    if out.exists():  # only a preset file is replaced
+        registry.read_preset(str(out))
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     engine = model.load("none")
     attach_costs(engine, registry.policy(policy, **fixed))

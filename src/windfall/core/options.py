@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 from windfall.core.errors import InputError
 
 T = TypeVar("T")
-PLAIN = {bool, int, float, str, type(None)}  # types that `check` can check
+WORDS: dict[Any, str] = {  # types as error messages name them
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "none",
+}
+PLAIN = set(WORDS)  # types that `check` can check
 _HINTS: dict[type, dict[str, Any]] = {}
 
 
@@ -92,7 +99,7 @@ def check(instance: Any) -> None:
             raise InputError(f"{key} must be one of {', '.join(f.metadata['choices'])}, not {value!r}")
         kinds = typing.get_args(hints[key]) or (hints[key],)
         if not _is_one(value, kinds):
-            raise InputError(f"{key} takes {_type_name(hints[key])}, not {value!r}")
+            raise InputError(f"{key} takes {_in_words(hints[key])}, not {value!r}")
         if isinstance(value, float) and math.isnan(value):
             raise InputError(f"{key} must be a number, not nan")
         if value is None or (low is None and high is None):
@@ -171,7 +178,7 @@ def parse_value(text: str, wanted: Any, label: str) -> Any:
                 continue
         if kind is str:
             return text
-    raise InputError(f"{label} takes {_type_name(wanted)}, not '{text}'")
+    raise InputError(f"{label} takes {_in_words(wanted)}, not '{text}'")
 
 
 def _type_name(wanted: Any) -> str:
@@ -179,3 +186,9 @@ def _type_name(wanted: Any) -> str:
         return "text"
     kinds = typing.get_args(wanted) or (wanted,)
     return " or ".join("none" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)
+
+
+def _in_words(wanted: Any) -> str:
+    """A type as error messages name it: 'a whole number or none'."""
+    kinds = typing.get_args(wanted) or (wanted,)
+    return " or ".join(WORDS.get(kind) or str(getattr(kind, "__name__", kind)) for kind in kinds)

@@ -196,6 +196,10 @@ def _coupled(logq: Tensor, tree: DraftTree, grow: Grow | None, dice: Dice | None
 
 
 def add_child_arrays(tree: DraftTree, nodes: Integers, tokens: Integers, logq: Floats) -> DraftTree:
-    """Add children [n, k] to these nodes, the most likely first; -inf marks an unused place."""
+    """Add children [n, k] to these nodes, the most likely first; -inf marks an unused place.
+
+    A probability that rounding has raised above 1 counts as 1, so that no child has a higher score than its parent.
+    """
     rows, rank = np.isfinite(logq).nonzero()
+    logq = np.minimum(logq, 0)
     return tree.append(nodes[rows], tokens[rows, rank], logq[rows, rank], rank)

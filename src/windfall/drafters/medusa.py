@@ -124,7 +124,7 @@ def find_heads(model: Any, wanted: type[H], target: Target, kind: str) -> H:
 
     if model is None:
         raise InputError(
-            f"the {kind} drafter needs heads trained for {target.name}: give their folder or hub id as its model"
+            f"the {kind} drafter needs heads trained for {target.name}: give their folder or hub id as the drafter"
         )
     head = find_head(model, target, kind)
     assert isinstance(head, wanted)

@@ -144,7 +144,7 @@ def blend(text: SuffixAutomaton, cursor: Cursor, shortest: int) -> Candidates:
             weight = passed
         state, length = below, text.length[below]
     order = sorted(mass, key=lambda token: (-mass[token], -latest[token], token))
-    return [(token, mass[token]) for token in order[:MAX_CANDIDATES]]
+    return [(token, min(mass[token], 1.0)) for token in order[:MAX_CANDIDATES]]  # rounding can add up to more than 1
 
 
 def look_up(text: SuffixAutomaton, cursor: Cursor, shortest: int) -> Candidates:

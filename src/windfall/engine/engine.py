@@ -667,8 +667,8 @@ class Engine:
         params = SamplingParams(**with_constraint(sampling))
         if params.stop and self.target.tokenizer is None:
             raise InputError("stop strings need a tokenizer; this target has none")
-        if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < self.target.vocab_size:
-            raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}")
+        if wrong := [token for token in params.logit_bias if not 0 <= token < self.target.vocab_size]:
+            raise InputError(f"logit_bias takes token ids between 0 and {self.target.vocab_size - 1}, not {wrong[0]}")
         self._grammar(params)  # a constraint that cannot be used is refused here
         return params
 

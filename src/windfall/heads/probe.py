@@ -146,8 +146,8 @@ def _warn_about(checkpoint: Checkpoint, target: Target, trial: Trial, chosen: Re
         )
     if found.first < MIN_AGREEMENT:
         _warn(
-            f"'{checkpoint.label}' agrees with {target.name} on {found.first:.0%} of the tokens only: "
-            f"{_reason(checkpoint.label, target)}, and will hardly speed up this one"
+            f"'{checkpoint.label}' agrees with {target.name} on only {found.first:.0%} of the tokens: "
+            f"{_reason(checkpoint.label, target)}. It will hardly make this model faster"
         )
 
 
@@ -157,7 +157,7 @@ def _reason(label: str, target: Target) -> str:
     known = None if folder is None else made_for(folder, target)
     if known is None:
         return "it was made for another model, or trained too little"
-    return "it was made for this very model, but trained too little" if known else "it was made for another model"
+    return "it was made for this model, but trained too little" if known else "it was made for another model"
 
 
 def _worded(choices: dict[str, Any]) -> str:

@@ -293,6 +293,7 @@ def parse_arms(text: str) -> dict[str, TreePolicy]:
         name, settings = registry.split_name(re.split("[:@]", label))
         if name == "bandit":
             raise InputError("a bandit cannot be an arm of a bandit")
-        make = registry.policy if name in known or ":" in name else registry.preset
+        is_preset = name not in known and (name in registry.presets() or name.endswith(".json"))
+        make = registry.preset if is_preset else registry.policy
         made[label] = make(name, **split_settings(settings))
     return made

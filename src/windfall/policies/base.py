@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from windfall.core import options
+from windfall.core.errors import InputError
 from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, Step
 from windfall.policies.budget import Budget, OwnSizes
@@ -70,7 +71,7 @@ class TreePolicy:
         if len(tree) == 1:
             plan = self.cached_plan
             if plan is None:
-                raise NotImplementedError(f"{type(self).__name__} has neither a plan nor its own `grow`")
+                raise InputError(f"the policy {type(self).__name__} needs a method plan or grow")
             self.start_cycle(ctx)
             self._planned = PlannedTree(plan, ctx)
         return self._planned.grow(tree)

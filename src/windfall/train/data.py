@@ -170,12 +170,20 @@ def _describe(target: Target, settings: Settings) -> dict[str, Any]:
     }
 
 
+def check_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder whose data would be mixed with other data, or with other files; needs no model."""
+    if (folder / shards.METADATA_FILE).exists():
+        if not resume:
+            raise InputError(f"'{folder}' holds data already; continue it with --resume, or choose another --out")
+    elif resume and folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"'{folder}' is not empty and holds no {shards.METADATA_FILE}: no data to continue")
+
+
 def _check_folder(folder: Path, metadata: dict[str, Any], resume: bool) -> None:
     """Refuse a folder that holds data of another target or other settings."""
+    check_folder(folder, resume)
     if not (folder / shards.METADATA_FILE).exists():
         return
-    if not resume:
-        raise InputError(f"'{folder}' holds data already; continue it with --resume, or choose another --out")
     before = shards.read_metadata(folder)
     for part in ("target", "settings"):
         for key, now in metadata[part].items():

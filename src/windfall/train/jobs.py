@@ -45,10 +45,10 @@ class Job:
         if not self.resume:
             if (self.out / CHECKPOINT).exists():
                 raise InputError(
-                    f"{self.out} holds a training already; continue it with --resume, or choose another --out"
+                    f"'{self.out}' holds a training already; continue it with --resume, or choose another --out"
                 )
         elif not (self.out / CHECKPOINT).exists():
-            raise InputError(f"{self.out} holds no checkpoint to resume from")
+            raise InputError(f"'{self.out}' holds no checkpoint to resume from")
         else:
             _check_description(self.out, self.description())
         for split in (TRAIN, HELD_OUT):
@@ -95,7 +95,7 @@ def _check_description(out: Path, description: dict[str, Any]) -> None:
         before = json.loads((out / JOB_FILE).read_text("utf-8"))
         kept = {key: before[key] for key in description if key in before}
     except (OSError, ValueError, TypeError):
-        raise InputError(f"{out / JOB_FILE} is missing or damaged; train again into a new folder") from None
+        raise InputError(f"'{out / JOB_FILE}' is missing or damaged; train again into a new folder") from None
     for key, value in json.loads(json.dumps(description)).items():
         if kept.get(key, value) != value:
-            raise InputError(f"{out} was trained with {key} {kept[key]}; resume with the same settings")
+            raise InputError(f"'{out}' was trained with {key} {kept[key]}; resume with the same settings")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from windfall.core.errors import InputError
 from windfall.core.files import replace_file
+from windfall.core.interrupts import uninterrupted
 from windfall.train.batch import Batch
 from windfall.train.losses import Report
 from windfall.train.muon import Muon
@@ -79,6 +80,8 @@ class Trainer:
         self.workers = Workers.join()
         self.optimizers = Optimizers(head, recipe)
         self.step, self.seconds, self.tokens, self.lowest = 0, 0.0, 0, float("inf")
+        self._saved = 0  # the step of the checkpoint
+        self._begun: dict[str, Any] = {}  # where the step began that is not finished yet, as `save` writes it
 
     @property
     def progress(self) -> float:
@@ -92,14 +95,19 @@ class Trainer:
         keep: Callable[[nn.Module], None],
         pause_after: float | None = None,
     ) -> Iterator[Event]:
-        """Train to the end, or for `pause_after` minutes.
+        """Train to the end, or for `pause_after` minutes; after Ctrl-C the checkpoint has all finished steps.
 
         `keep` is called with the head whenever its held-out loss is the lowest so far.
         """
         if not held_out.plan(self.recipe.batch_tokens, self.recipe.max_length):
             raise InputError(f"no held-out text has an answer within its first {self.recipe.max_length} tokens")
         with contextlib.closing(prefetch(self._batches(train))) as batches:
-            yield from self._steps(batches, held_out, keep, pause_after)
+            try:
+                yield from self._steps(batches, held_out, keep, pause_after)
+            except KeyboardInterrupt:
+                if self.step > self._saved:
+                    self.save()
+                raise
 
     def _steps(
         self,
@@ -124,9 +132,9 @@ class Trainer:
             found = self._validate(held_out) if validates or over else None
             best = found is not None and found["loss"] < self.lowest
             if found is not None and best:
-                self.lowest = found["loss"]
                 if self.workers.rank == 0:
                     keep(self.head)
+                self.lowest = found["loss"]
             if over or validates or time.perf_counter() - saved > 60 * self.recipe.save_minutes:
                 self.save()
                 saved = time.perf_counter()
@@ -140,7 +148,7 @@ class Trainer:
         return after is not None and self.workers.agree(time.perf_counter() - begun) >= 60 * after
 
     def _train_step(self, batches: Iterator[Batch], rate: float, since: Means) -> None:
-        progress = self.progress
+        progress, self._begun = self.progress, {**self._random(), "tokens": self.tokens}
         with cudnn_attention_disabled(self.device):
             for _ in range(self.recipe.accumulate):
                 batch = next(batches)
@@ -149,8 +157,9 @@ class Trainer:
                 since.add(report)
                 self.tokens += batch.tokens.numel() * self.workers.count
         self.workers.average(self.optimizers.parameters)
-        self.optimizers.step(rate)
-        self.step += 1
+        with uninterrupted():  # a checkpoint has whole steps
+            self.optimizers.step(rate)
+            self.step, self._begun = self.step + 1, {}
 
     def _report(self, batch: Batch, progress: float) -> Report:
         half = self.teacher.dtype != torch.float32
@@ -202,11 +211,18 @@ class Trainer:
             "lowest": self.lowest,
             "recipe": self.recipe.__dict__,
             "draft_tokens": getattr(self.head, "draft_tokens", None),
-            "random": torch.get_rng_state(),
+            **self._random(),
+            **self._begun,
         }
+        replace_file(self.path, lambda file: torch.save(state, file))
+        self._saved = self.step
+
+    def _random(self) -> dict[str, Tensor]:
+        """The states of torch's random numbers."""
+        state = {"random": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["random_on_device"] = torch.cuda.get_rng_state(self.device)
-        replace_file(self.path, lambda file: torch.save(state, file))
+        return state
 
     def resume(self) -> None:
         """Continue from the checkpoint; a different recipe is refused."""
@@ -214,9 +230,9 @@ class Trainer:
             state = torch.load(self.path, map_location=self.device, weights_only=True)
             differing = [key for key, value in state["recipe"].items() if getattr(self.recipe, key) != value]
         except FileNotFoundError:
-            raise InputError(f"{self.path.parent} holds no checkpoint to resume from") from None
+            raise InputError(f"'{self.path.parent}' holds no checkpoint to resume from") from None
         except Exception:
-            raise InputError(f"{self.path} is damaged; train again into a new folder") from None
+            raise InputError(f"'{self.path}' is damaged; train again into a new folder") from None
         if differing:
             changes = (f"{key} was {state['recipe'][key]}, not {getattr(self.recipe, key)}" for key in differing)
             raise InputError(f"the checkpoint was trained with other settings: {', '.join(changes)}")
@@ -224,9 +240,9 @@ class Trainer:
             self.head.load_state_dict(state["head"])
             self.optimizers.load_state_dict(state["optimizers"])
         except (KeyError, RuntimeError, ValueError):
-            raise InputError(f"{self.path} has another shape; resume with the same settings") from None
+            raise InputError(f"'{self.path}' has another shape; resume with the same settings") from None
         self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        self.lowest = state["lowest"]
+        self.lowest, self._saved = state["lowest"], self.step
         torch.set_rng_state(state["random"].cpu())
         if self.device.type == "cuda" and "random_on_device" in state:
             torch.cuda.set_rng_state(state["random_on_device"].cpu(), self.device)

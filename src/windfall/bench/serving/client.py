@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -77,6 +78,10 @@ class Client:
                 return [each["id"] for each in json.loads(await answer.read())["data"]]
         except aiohttp.ClientResponseError as error:
             raise InputError(f"{self.base}/models answers with status {error.status}") from None
+        except aiohttp.ClientConnectorError as error:
+            number = error.errno or 0
+            why = os.strerror(number) if number > 0 else error.strerror or error  # others are of the name's lookup
+            raise InputError(f"cannot reach {self.base}: {why}; is the server running?") from None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise InputError(f"cannot reach {self.base}: {error or type(error).__name__}") from None
         except (ValueError, KeyError, TypeError):

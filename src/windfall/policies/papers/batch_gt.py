@@ -18,7 +18,7 @@ class BatchGT(SharedPolicy):
     plain step of the batch.
     """
 
-    c: float | None = option(None, "a draft pass over a plain step; none: as measured on this machine", low=0)
+    c: float | None = option(None, "cost of a draft pass, in plain steps; none: as measured on this machine", low=0)
     eps: float = option(0.0, "slack: how much less than c a node may bring", low=0)
     depth: int = option(7, "draft passes", low=1)
     k: int = option(4, "beam width, and children of a node", low=1)

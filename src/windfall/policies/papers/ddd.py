@@ -13,7 +13,7 @@ from windfall.policies.plan import Decision, Plan, TreeView
 
 @dataclass
 class DDD(Beam):
-    """A beam that ends, at a few levels only, when the path probabilities of its nodes sum to too little."""
+    """A beam that ends when its path probabilities sum to too little, which is checked at a few levels."""
 
     depth: int = option(12, "maximum draft passes (LTD: 12, which as a loop count would be 13)", low=1)
     checks: str = option("5,7,9", "levels after which the beam may end, with commas between")

@@ -43,7 +43,7 @@ class DynaTree(TreePolicy):
     sure: float = option(0.9, "sure: its best token has this probability at least", low=0, high=1)
     unsure: float = option(0.4, "unsure: its best token has less than this", low=0, high=1)
     tau: float = option(0.05, "less likely nodes are not expanded", low=0, high=1)
-    rho_stop: float = option(0.1, "the same once more: the larger of the two counts", low=0, high=1)
+    rho_stop: float = option(0.1, "a second limit like tau; the larger of the two applies", low=0, high=1)
     rho_deep: float = option(0.5, "paths go beyond base_depth while likelier than this", low=0, high=1)
     root_branching: bool = option(False, "branch at the first token too, as the paper's text has it")
     history: str = option("paper", "how acceptance steers the tree", choices=("paper", "release", "none"))

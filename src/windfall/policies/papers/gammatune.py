@@ -14,7 +14,7 @@ from windfall.policies.plan import Opening, Plan
 
 @dataclass
 class GammaTune(Beam):
-    """A beam that gets deeper when its deepest path was accepted whole, and else as deep as paths were on average.
+    """A beam that gets deeper after a path accepted to its end, and otherwise is as deep as accepted paths on average.
 
     The bounds are LTD's: half and one and a half of the default depth. LTD does not give the increment (2 is a third
     party's transcription), nor whether the depth is kept from one text to the next: `carry`.

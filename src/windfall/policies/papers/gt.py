@@ -29,12 +29,12 @@ class GT(TreePolicy):
 
     uses_costs: ClassVar[bool] = True
 
-    c: float | None = option(None, "a draft pass over a plain step; none: as measured on this machine", low=0)
+    c: float | None = option(None, "cost of a draft pass, in plain steps; none: as measured on this machine", low=0)
     eps: float = option(0.0, "slack: how much less than c a level may bring", low=0)
     k: int = option(10, "beam width, and children of a node", low=1)
     nodes: int = option(60, "maximum drafted nodes to verify (open in the paper)", low=1)
     cap: int = option(24, "maximum draft passes (open in the paper)", low=1)
-    threshold: str = option("c", "c as in the paper, or c times the speed-up: the optimum", choices=("c", "c*S"))
+    threshold: str = option("c", "c as in the paper; c*S, its optimum: c times the speed-up", choices=("c", "c*S"))
     count_last: bool = option(False, "whether the level that fell below the threshold counts (open in the paper)")
     each: bool = option(False, "verify only nodes above the threshold themselves, up to `nodes`: the paper's Medusa+")
     eta: float = option(0.1, "weight of the last cycle in the average speed-up", low=0, high=1)

@@ -23,7 +23,7 @@ grown = lru_cache(maxsize=64)(grow_by_product)
 
 @dataclass
 class GTStatic(StaticTreePolicy):
-    """Every node whose product of acceptances along its path is above c - eps. See `gt` for what is wrong with it.
+    """Every node whose product of acceptances along its path is above c - eps.
 
     The paper bounds neither size nor depth; where acceptances are high or c small, `nodes` and `cap` do.
     For heads that differ by depth it leaves the details open: `acceptance` may be a table with a row a depth.
@@ -35,7 +35,7 @@ class GTStatic(StaticTreePolicy):
         EXAMPLE,
         "probability that the child of each rank is correct, or a row for each depth: [[0.6,0.2],[0.5]]; measure it",
     )
-    c: float | None = option(None, "a draft pass over a plain step; none: as measured on this machine", low=0)
+    c: float | None = option(None, "cost of a draft pass, in plain steps; none: as measured on this machine", low=0)
     eps: float = option(0.0, "slack: how much less than c a node may bring", low=0)
     nodes: int = option(256, "maximum drafted nodes (open in the paper)", low=1)
     cap: int = option(24, "deepest node (open in the paper)", low=1)

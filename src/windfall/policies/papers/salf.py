@@ -13,8 +13,7 @@ from windfall.policies.plan import Decision, Plan, TreeView
 
 @dataclass
 class Salf(TreePolicy):
-    """Expand the `width` likeliest unexpanded nodes, of any depths, in one pass; stop when their summed path
-    probability falls below `th`.
+    """Expands the `width` likeliest unexpanded nodes of any depth; stops when their path probabilities sum below `th`.
 
     At th=0, with k=none and a `cap` as large as `nodes`, this is the optimal tree search: the `nodes` likeliest nodes
     of the whole infinite tree. The paper leaves open whether unexpanded candidates fill the tree after an early stop
@@ -24,10 +23,10 @@ class Salf(TreePolicy):
 
     nodes: int = option(60, "rows of the verify pass, the root counted", low=1)
     width: int = option(10, "nodes expanded in one draft pass", low=1)
-    th: float = option(0.6, "stop when the nodes to expand sum to less path probability than this", low=0, high=1)
-    fill: bool = option(True, "fill the tree with the best unexpanded nodes; False returns the listing's tree")
-    max_depth: int | None = option(None, "longest drafted path; None: no limit", low=1)
-    k: int | None = option(10, "maximum children of a node; None: as many as can matter", low=1)
+    th: float = option(0.6, "stop when the path probabilities of the nodes to expand sum below this", low=0, high=1)
+    fill: bool = option(True, "fill the tree with the best unexpanded nodes; false: verify expanded nodes only")
+    max_depth: int | None = option(None, "longest drafted path; none: no limit", low=1)
+    k: int | None = option(10, "maximum children of a node; none: as many as can matter", low=1)
     cap: int = option(16, "maximum draft passes; the paper has no limit", low=1)
 
     def plan(self) -> Plan:

@@ -14,7 +14,7 @@ from windfall.policies.shared import SharedPolicy
 
 @dataclass
 class Smart(SharedPolicy):
-    """A beam that keeps a node, or opens a level, if it brings more tokens per second than the batch has now.
+    """A beam that verifies a node, or drafts a level, if it brings more tokens per second than the batch has now.
 
     The benefit of a node is its path probability. Its cost is what one more row adds to the measured verify pass. A
     level is opened if the nodes that it brought in the last round were worth a draft pass.

@@ -16,7 +16,7 @@ from windfall.policies.plan import Decision, Plan, TreeView
 
 @dataclass
 class SpecDecPlusPlus(Beam):
-    """A beam that ends when it is too likely that the accepted path has already left it: 1 − Π P(level) > threshold.
+    """A beam that ends when a classifier thinks that a token is rejected already: 1 − Π P(level) > threshold.
 
     The published head reads the drafter's last hidden state, which policies do not see. Ours reads what that state says
     about the next token: the probabilities and the entropy after the likeliest node, that node's path probability, and

@@ -24,7 +24,7 @@ MEMORY = 0.995  # share of the evidence that is kept per round
 
 @dataclass
 class Survival(SharedPolicy):
-    """A beam of fixed depth; verifies the nodes most likely to survive, as many as the last round says is fastest."""
+    """A beam of fixed depth; verifies the most likely accepted nodes, as many as the cost curve says is fastest."""
 
     depth: int = option(5, "draft passes", low=1)
     k: int = option(4, "beam width, and children of a node; 1: chains, as in vLLM", low=1)

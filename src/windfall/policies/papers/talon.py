@@ -13,17 +13,18 @@ from windfall.policies.plan import SIZES, Decision, LayerGate, Plan, TreeView
 
 @dataclass
 class Talon(TreePolicy):
-    """The first layer is the `k` likeliest tokens; each later layer is every candidate whose path probability is at
-    least `mu` times the best candidate's, until the budget is spent.
+    """Layers of every node whose path probability is at least `mu` times the best one's, until `nodes` are spent.
+
+    The first `init_layers` layers are the `k` likeliest nodes.
 
     The paper never stops for low confidence, so a sure drafter is followed one node a pass until the budget is full;
     the paper sets no limit to that: `cap` does.
     """
 
     nodes: int = option(60, "rows of the verify pass, the root counted", low=1)
-    k: int = option(10, "nodes of a layer before the gate is used", low=1)
-    mu: float = option(0.03, "path probability that passes the gate, as a share of the layer's best", low=0, high=1)
-    init_layers: int = option(1, "layers before the gate is used (the paper's ablation: 0 to 3)", low=0)
+    k: int = option(10, "nodes of a layer before `mu` is used", low=1)
+    mu: float = option(0.03, "smallest path probability of a node, as a share of the best in its layer", low=0, high=1)
+    init_layers: int = option(1, "layers before `mu` is used (the paper's ablation: 0 to 3)", low=0)
     children: int | None = option(16, "children of a node that are looked at; none: all, as in the paper", low=1)
     cap: int = option(24, "maximum draft passes; the paper has no limit", low=1)
 

@@ -99,7 +99,7 @@ class Learner:
         if not resume:
             if file.exists():
                 raise InputError(
-                    f"{self.folder} holds a training already; continue it with --resume, or choose another --out"
+                    f"'{self.folder}' holds a training already; continue it with --resume, or choose another --out"
                 )
             make_folder(self.folder)
             replace_text(self.folder / JOB, json.dumps(settings, indent=2) + "\n")
@@ -108,10 +108,10 @@ class Learner:
             before = dict(json.loads((self.folder / JOB).read_text("utf-8")))
             self.state = State(**torch.load(file, weights_only=True))
         except Exception:  # torch and pickle raise many kinds
-            raise InputError(f"{self.folder} holds no checkpoint to resume from") from None
+            raise InputError(f"'{self.folder}' holds no checkpoint to resume from") from None
         if changed := [name for name in settings if before.get(name) != settings[name]]:
             differing = (f"{name} was {before.get(name)}, not {settings[name]}" for name in changed)
-            raise InputError(f"{self.folder} was begun with other settings: {', '.join(differing)}")
+            raise InputError(f"'{self.folder}' was begun with other settings: {', '.join(differing)}")
 
     def _write_checkpoint(self) -> None:
         state = {f.name: getattr(self.state, f.name) for f in fields(State)}
