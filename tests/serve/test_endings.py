@@ -15,8 +15,9 @@ import pytest
 from helpers.scheduling import held, memory
 from helpers.serving import MODEL, engine, http, new_engine, running, wait_for
 from windfall.engine.engine import Engine
-from windfall.engine.request import Handle
-from windfall.serve.admission import Admission, Job
+from windfall.engine.handle import Handle
+from windfall.serve.admission import Admission
+from windfall.serve.backend import Job
 from windfall.serve.settings import Settings
 
 LONG = {"model": MODEL, "prompt": "Hi", "max_tokens": 200, "ignore_eos": True}
@@ -80,7 +81,7 @@ def test_a_caller_that_is_cancelled_while_it_submits_leaves_nothing() -> None:
         go_on.set()
 
     asyncio.run(main())
-    wait_for(lambda: (admission.running, admission.waiting) == (0, 0))
+    wait_for(lambda: admission.unfinished == 0)
     made.close()
 
 

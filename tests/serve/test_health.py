@@ -15,6 +15,7 @@ from windfall.engine.engine import Engine
 from windfall.engine.host_runner import HostRunner
 from windfall.engine.lost_device import is_lost
 from windfall.serve import health
+from windfall.serve.admission import Admission
 from windfall.serve.health import Health, Unhealthy
 from windfall.serve.settings import Settings
 
@@ -83,7 +84,7 @@ def test_an_engine_that_hangs(route: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_engine_that_works_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     made, submitted, usual = new_engine(), [], Engine.submit
     monkeypatch.setattr(Engine, "submit", lambda *given, **named: submitted.append(1) or usual(*given, **named))
-    probe = Health(made, fresh_seconds=60)
+    probe = Health(Admission(made, Settings()), fresh_seconds=60)
 
     async def check() -> int:
         await probe.check()
@@ -153,7 +154,7 @@ def test_errors_of_a_lost_device(error: Exception, lost: bool) -> None:
 
 def test_unhealthy_is_raised_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     made = new_engine()
-    probe = Health(made)
+    probe = Health(Admission(made, Settings()))
     asyncio.run(probe.check())
     monkeypatch.setattr(HostRunner, "round", fail)
     with pytest.raises(Unhealthy) as caught:
