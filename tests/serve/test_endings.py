@@ -81,7 +81,7 @@ def test_a_caller_that_is_cancelled_while_it_submits_leaves_nothing() -> None:
         go_on.set()
 
     asyncio.run(main())
-    wait_for(lambda: admission.unfinished == 0)
+    wait_for(lambda: admission.places.taken == 0)
     made.close()
 
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from http import HTTPStatus
 from typing import Any
 
 from windfall import registry
 from windfall.core.constraint import Constraint
 from windfall.core.errors import RoomError
-from windfall.core.wording import counted
 from windfall.engine.engine import Engine
 from windfall.engine.prompts import ModelInfo
 from windfall.engine.request import Handle, Sink
 from windfall.grammar.base import Grammar
 from windfall.serve.backend import PROBE, Answers, Budget, Encoded, EngineAbout, Figures, Job, size
-from windfall.serve.errors import ApiError, shutting_down, too_busy
+from windfall.serve.errors import shutting_down
 from windfall.serve.grammars import LimitedGrammars
+from windfall.serve.places import Places
 from windfall.serve.policies import offered
 from windfall.serve.prompt_threads import PromptThreads
 from windfall.serve.settings import Settings
@@ -31,8 +29,7 @@ from windfall.serve.settings import Settings
 class Admission:
     """The backend of an application in the process of its engine.
 
-    It counts the texts that run or wait. Prompts are tokenized in other threads, and before that, grammars are
-    compiled.
+    Prompts are tokenized in other threads, and before that, grammars are compiled.
     """
 
     def __init__(self, engine: Engine, settings: Settings):
@@ -40,18 +37,15 @@ class Admission:
         self.model: ModelInfo = engine.target
         self.encoder = engine.prompts
         self.about = about(engine)
-        self.max_requests = engine.max_requests
         self.answers: Answers = Counter()
         self._policies = offered(settings.request_policies)
-        self._expected = 0  # texts that are about to be submitted
-        self._handles: list[Handle] = []
-        self._lock = threading.Lock()
+        self.places = Places(engine.max_requests, settings.max_queue)
         self.prompts = PromptThreads()
         self.grammars = LimitedGrammars(engine.grammars, settings)
 
     @property
-    def capacity(self) -> int:
-        return self.max_requests + self.settings.max_queue
+    def max_requests(self) -> int:
+        return self.engine.max_requests
 
     @property
     def policies(self) -> Collection[str]:
@@ -70,20 +64,14 @@ class Admission:
         return self.engine.running
 
     @property
-    def unfinished(self) -> int:
-        """Texts that run or wait."""
-        with self._lock:
-            return self._count()
-
-    @property
     def figures(self) -> Figures:
         engine, used = self.engine, self.engine.counters.use
         return Figures(
             counters=engine.counters,
             running=engine.running,
             waiting=engine.waiting,
-            expected=self._expected,
-            unfinished=self.unfinished,
+            expected=self.places.expected,
+            unfinished=self.places.taken,
             memory=used.memory,
             budget=None if used.budget is None else Budget(used.budget.passes, used.budget.rows),
             answers=self.answers,
@@ -99,45 +87,26 @@ class Admission:
     async def submit(self, jobs: list[Job]) -> list[Handle]:
         if self.engine.closed:
             raise shutting_down()
-        self.enter(len(jobs))
+        self.places.enter(len(jobs))
         try:
             ready = await self.grammars.compile(constraints(jobs))
             submitted = self.prompts.submit(size(jobs), self.submit_entered, jobs, ready)
         except BaseException:
-            self.leave(len(jobs))
+            self.places.leave(len(jobs))
             raise
         try:
             return await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
             if submitted.cancel():
-                self.leave(len(jobs))
+                self.places.leave(len(jobs))
             else:
                 submitted.add_done_callback(_cancel)
             raise
 
-    def enter(self, texts: int) -> None:
-        """Expect these texts, or refuse them. Then `submit_entered` or `leave` must be called."""
-        if texts > self.capacity:
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST,
-                f"the request asks for {texts} texts at once; this server takes at most {self.capacity}",
-            )
-        with self._lock:
-            count = self._count()
-            if count + texts <= self.capacity:
-                self._expected += texts
-                return
-        running = min(count, self.max_requests)
-        raise too_busy(f"the queue is full: {counted(running, 'text')} in progress, {count - running} waiting")
-
-    def leave(self, texts: int) -> None:
-        """Expect these texts no longer."""
-        self._add([], texts)
-
     def submit_entered(
         self, jobs: list[Job], grammars: list[Grammar], sinks: Sequence[Sink] | None = None
     ) -> list[Handle]:
-        """Submit expected texts. Their `grammars` are compiled, and kept until the engine has them.
+        """Submit texts that have entered. Their `grammars` are compiled, and kept until the engine has them.
 
         `sinks` take the Steps of the texts, in their order.
         """
@@ -151,7 +120,7 @@ class Admission:
                 handle.cancel()
             raise
         finally:
-            self._add(handles, len(jobs))
+            self.places.fill(handles, len(jobs))
         return handles
 
     def _submit_one(self, job: Job, prompt: list[int], sink: Sink | None) -> Handle:
@@ -166,16 +135,6 @@ class Admission:
                 raise
             shorter = {**job.sampling, "max_new_tokens": error.room}
         return self.engine.submit(prompt, **how, **shorter)
-
-    def _add(self, handles: list[Handle], expected: int) -> None:
-        """Count these handles in the place of the texts that were expected."""
-        with self._lock:
-            self._expected -= expected
-            self._handles += handles
-
-    def _count(self) -> int:
-        self._handles = [handle for handle in self._handles if not handle.done]
-        return self._expected + len(self._handles)
 
 
 def constraints(jobs: Iterable[Job]) -> list[Constraint]:

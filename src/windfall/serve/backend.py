@@ -77,12 +77,11 @@ class Backend(Protocol):
     about: EngineAbout
     encoder: PromptEncoder
     prompts: PromptThreads  # in which the encoder is used
-    max_requests: int  # texts that run together at most
     answers: Answers  # of this process
 
     @property
-    def capacity(self) -> int:
-        """Texts that run or wait at most."""
+    def max_requests(self) -> int:
+        """Texts that run together at most."""
 
     @property
     def policies(self) -> Collection[str]:

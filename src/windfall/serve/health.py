@@ -22,6 +22,10 @@ class Unhealthy(Exception):
     """The engine does not generate."""
 
 
+class Closed(Unhealthy):
+    """The engine was closed."""
+
+
 class Health:
     """Tries the engine, with a text of one token at a time.
 
@@ -67,7 +71,7 @@ class Health:
         if self._backend.lost is not None:
             raise Unhealthy(f"the device is lost: {self._backend.lost}")
         if self._backend.closed:
-            raise Unhealthy("the engine is closed")
+            raise Closed("the engine is closed")
 
     def _end(self, probe: asyncio.Task[None]) -> None:
         """Note the result of a probe that has ended."""
@@ -83,10 +87,10 @@ def health_routes(backend: Backend) -> APIRouter:
     routes, probe = APIRouter(), Health(backend)
 
     async def check() -> None:
-        if backend.closed and backend.lost is None:
-            raise shutting_down()
         try:
             await probe.check()
+        except Closed:
+            raise shutting_down() from None
         except Unhealthy as error:
             log.error("unhealthy: %s", error)
             message = "the engine does not generate; the log of the server says why"
