@@ -27,13 +27,13 @@ LONG = {"model": MODEL, "prompt": "Hi", "max_tokens": 200, "ignore_eos": True}
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     """The handles of all requests from now on."""
     made: list[Handle] = []
-    usual = Engine.submit
+    usual = Engine.submit_ids
 
     def submit(self: Engine, *given: Any, **named: Any) -> Handle:
         made.append(usual(self, *given, **named))
         return made[-1]
 
-    monkeypatch.setattr(Engine, "submit", submit)
+    monkeypatch.setattr(Engine, "submit_ids", submit)
     return made
 
 
@@ -62,14 +62,14 @@ def test_leaving_a_stream_cancels_the_text(api: openai.OpenAI, handles: list[Han
 def test_a_caller_that_is_cancelled_while_it_submits_leaves_nothing() -> None:
     made = new_engine(max_requests=1)
     admission, entered, go_on = Admission(made, Settings()), threading.Event(), threading.Event()
-    usual = made.submit
+    usual = made.submit_ids
 
     def slow(*given: Any, **named: Any) -> Handle:
         entered.set()
         assert go_on.wait(20)
         return usual(*given, **named)
 
-    made.submit = slow  # type: ignore[method-assign]
+    made.submit_ids = slow  # type: ignore[method-assign]
     job = Job([1, 2, 3], True, {"max_new_tokens": 200, "eos": ()})
 
     async def main() -> None:

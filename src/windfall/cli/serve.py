@@ -73,6 +73,15 @@ def serve(
             from windfall.serve.admission import Admission
             from windfall.serve.app import make_app
 
+            if others is not None:
+                try:
+                    pool.check_tokenizer(engine.target.tokenizer)
+                except InputError as problem:
+                    if http_processes is not None:
+                        raise
+                    console.note(f"the process of the engine answers HTTP requests: {problem}")
+                    started.close()
+                    others = None
             with console.progress("Preparing for batches…") as progress:
                 engine.prepare(progress=progress)
             if engine.target.device.type == "cuda":

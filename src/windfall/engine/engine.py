@@ -224,7 +224,6 @@ class Engine:
         policy: TreePolicy | str | None = None,
         deadline: float | None = None,
         resume_token_ids: Many[int] = (),
-        sink: Sink | None = None,
         **sampling: Any,
     ) -> Handle:
         """Generate a text in the background, together with the other requests; returns at once.
@@ -234,22 +233,38 @@ class Engine:
         seconds the text ends as it is. `resume_token_ids` are tokens that the text already has, from this engine or
         another one: with the same prompt, seed and sampling, it goes on as it would have there. A request that fails,
         for example in a logits processor, does so alone. Processors and criteria are called in the thread that
-        generates. A `sink` takes the Steps in the place of the handle, which then has none.
+        generates.
         """
+        ids = self.encode(prompt, raw, tools, chat_template_kwargs)
+        how: dict[str, Any] = {"policy": policy, "deadline": deadline, "resume_token_ids": resume_token_ids}
+        return self.submit_ids(ids, **how, **sampling)
+
+    def submit_ids(
+        self,
+        ids: list[int],
+        *,
+        policy: TreePolicy | str | None = None,
+        deadline: float | None = None,
+        resume_token_ids: Many[int] = (),
+        sink: Sink | None = None,
+        **sampling: Any,
+    ) -> Handle:
+        """`submit` for token ids that `encode` has returned. A `sink` takes the Steps in the place of the handle."""
         if deadline is not None and not (is_number(deadline) and deadline > 0):
             raise InputError(f"deadline takes a number of seconds above 0, not {deadline!r}")
         if not isinstance(policy, TreePolicy | str | None):
             raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
-        chosen = registry.policy(policy) if isinstance(policy, str) else policy
-        ids, params = self.encode(prompt, raw, tools, chat_template_kwargs), self.params(**sampling)
+        chosen, params = registry.policy(policy) if isinstance(policy, str) else policy, self.params(**sampling)
         return self._submit(ids, params, chosen, deadline, self._checked_resume(resume_token_ids, params), sink)
 
     def _checked_resume(self, tokens: Many[int], params: SamplingParams) -> list[int]:
         """Token ids to resume from."""
+        if not len(tokens):
+            return []
         vocabulary = self.target.vocab_size
         if not all(is_number(token, whole=True) and 0 <= token < vocabulary for token in tokens):
             raise InputError(f"resume_token_ids takes token ids between 0 and {vocabulary - 1}")
-        if len(tokens) and not params.greedy and params.seed is None:
+        if not params.greedy and params.seed is None:
             raise InputError("resume_token_ids needs the seed that the text began with, or temperature 0")
         return list(tokens)
 

@@ -17,7 +17,7 @@ from windfall.engine.engine import Engine
 from windfall.engine.prompts import ModelInfo
 from windfall.engine.request import Handle, Sink
 from windfall.grammar.base import Grammar
-from windfall.serve.backend import PROBE, Answers, Budget, Encoded, EngineAbout, Figures, Job, size
+from windfall.serve.backend import FOR_TEMPLATES, PROBE, Answers, Budget, Encoded, EngineAbout, Figures, Job, size
 from windfall.serve.errors import shutting_down
 from windfall.serve.grammars import LimitedGrammars
 from windfall.serve.places import Places
@@ -125,16 +125,15 @@ class Admission:
 
     def _submit_one(self, job: Job, prompt: list[int], sink: Sink | None) -> Handle:
         policy = None if job.policy is None else self._policies[job.policy]
-        how: dict[str, Any] = {"deadline": self.settings.request_timeout, "policy": policy}
-        if sink is not None:
-            how["sink"] = sink
+        sampling = {name: value for name, value in job.sampling.items() if name not in FOR_TEMPLATES}
+        how: dict[str, Any] = {"deadline": self.settings.request_timeout, "policy": policy, "sink": sink}
         try:
-            return self.engine.submit(prompt, **how, **job.sampling)
+            return self.engine.submit_ids(prompt, **how, **sampling)
         except RoomError as error:
             if not (job.shortens and error.room):
                 raise
-            shorter = {**job.sampling, "max_new_tokens": error.room}
-        return self.engine.submit(prompt, **how, **shorter)
+            shorter = {**sampling, "max_new_tokens": error.room}
+        return self.engine.submit_ids(prompt, **how, **shorter)
 
 
 def constraints(jobs: Iterable[Job]) -> list[Constraint]:

@@ -23,13 +23,12 @@ from windfall.serve.models import model_routes
 from windfall.serve.openapi import describe
 from windfall.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from windfall.serve.request_log import RequestLog
-from windfall.serve.settings import Settings
+from windfall.serve.settings import SWITCH_SECONDS, Settings
 from windfall.serve.tokenize import tokenize_routes
 
 if TYPE_CHECKING:
     from windfall.engine.engine import Engine
 
-SWITCH_SECONDS = 5e-4  # after which a Python thread makes room for another: the engine's must not wait for long
 
 BODIES: dict[str, type[BaseModel]] = {  # of the POST routes
     "/v1/chat/completions": ChatRequest,

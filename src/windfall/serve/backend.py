@@ -14,6 +14,7 @@ from windfall.serve.prompt_threads import PromptThreads
 from windfall.serve.settings import Settings
 
 Answers = Counter[tuple[str, int]]  # by route and status
+FOR_TEMPLATES = ("tools", "chat_template_kwargs")  # keywords of sampling that only the chat template needs
 PROBE: dict[str, Any] = {"policy": "none", "max_new_tokens": 1, "temperature": 0, "eos": ()}  # of a text of one token
 
 
@@ -26,6 +27,7 @@ class Job:
     sampling: dict[str, Any]
     shortens: bool = False  # whether a text with fewer new tokens will do, if the memory is too small
     policy: str | None = None  # None: the engine's
+    encoded: bool = False  # whether the prompt is what an encoder has returned
     whole_steps: bool = False  # whether the trees and times of Steps are needed, besides tokens and counts
 
     @property
@@ -125,6 +127,9 @@ class Encoded:
         self._encoder, self._known = encoder, dict[int, list[int]]()  # by the prompt's id
 
     def of(self, job: Job) -> list[int]:
+        if job.encoded:
+            ids: list[int] = job.prompt
+            return ids
         if id(job.prompt) not in self._known:
             how = (job.raw, job.tools, job.template_variables)
             self._known[id(job.prompt)] = self._encoder.encode(job.prompt, *how)

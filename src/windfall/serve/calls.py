@@ -77,8 +77,8 @@ async def submit(
     policy = chosen(backend.policies, asked.policy)
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
     whole_steps = asked.stream and asked.stream_options.include_speculation
-    how = (asked.limit is None, policy, whole_steps)
-    jobs = [Job(prompt, raw, {**sampling, "seed": seed}, *how) for prompt in prompts for seed in seeds]
+    how: dict[str, Any] = {"shortens": asked.limit is None, "policy": policy, "whole_steps": whole_steps}
+    jobs = [Job(prompt, raw, {**sampling, "seed": seed}, **how) for prompt in prompts for seed in seeds]
     texts = Texts(await while_connected(request.receive, backend.submit(jobs)), asked.n, asked.limit == 0)
     request.state.texts = texts  # for the log
     return texts

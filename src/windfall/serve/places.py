@@ -39,7 +39,9 @@ class Places:
                 f"the request asks for {texts} texts at once; this server takes at most {self.capacity}",
             )
         with self._lock:
-            count = self._count()
+            count = self._expected + len(self._handles)  # with texts that have ended
+            if count + texts > self.capacity:
+                count = self._count()
             if count + texts <= self.capacity:
                 self._expected += texts
                 return

@@ -6,11 +6,11 @@ import asyncio
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from windfall.engine.handle import CANCELLED, Handle
 from windfall.engine.prompts import ModelInfo, PromptEncoder
-from windfall.serve.backend import Answers, Encoded, Figures, Job, size
+from windfall.serve.backend import FOR_TEMPLATES, Answers, Encoded, Figures, Job, size
 from windfall.serve.errors import shutting_down
 from windfall.serve.places import Places
 from windfall.serve.prompt_threads import PromptThreads
@@ -32,10 +32,6 @@ from windfall.serve.workers.messages import (
     Told,
 )
 from windfall.serve.workers.remote_text import RemoteText
-
-FOR_TEMPLATES = ("tools", "chat_template_kwargs")  # keywords that only the chat template needs
-
-T = TypeVar("T")
 
 
 class RemoteEngine:
@@ -110,7 +106,7 @@ class RemoteEngine:
         encoded, made = Encoded(self.encoder), list[Job]()
         for job in jobs:
             sampling = {name: value for name, value in job.sampling.items() if name not in FOR_TEMPLATES}
-            made.append(replace(job, prompt=encoded.of(job), sampling=sampling))
+            made.append(replace(job, prompt=encoded.of(job), encoded=True, sampling=sampling))
         return made
 
     async def _submit(self, jobs: list[Job]) -> list[Handle]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -40,17 +41,19 @@ class SentText:
     def __init__(self, link: Link, number: int, job: Job):
         self.number = number
         self._link, self._whole_steps = link, job.whole_steps
+        self._add = link.steps.append  # bound once: this is called for every text in every round
         wanted = (job.sampling.get("logprobs"), job.sampling.get("prompt_logprobs"))
         self._detailed = job.whole_steps or wanted != (None, None)
         self._handle: Handle | None = None
         self._cancelled = False
 
     def put(self, step: Step, now: float) -> None:
-        finish = step.finish
-        details = self._details(step) if self._detailed or finish is not None else None
-        self._link.add((self.number, step.tokens, step.counts, details), now)
-        if finish is not None:
-            self._link.forget(self.number)
+        if self._detailed or step.finish is not None:
+            self._add((self.number, step.tokens, step.counts, self._details(step)))
+            if step.finish is not None:
+                self._link.forget(self.number)
+        else:
+            self._add((self.number, step.tokens, step.counts, None))
 
     def _details(self, step: Step) -> Details:
         cycle = (step.node_arrays, step.seconds, step.whole_tree) if self._whole_steps else None
@@ -83,9 +86,8 @@ class Link:
         """`wake` lets the hub's thread flush the channel."""
         self.channel, self._admission, self._wake = channel, admission, wake
         self._texts: dict[int, SentText] = {}  # that have not ended, by number
-        self._steps: deque[SentStep] = deque()  # of the present round
+        self.steps: deque[SentStep] = deque()  # of the present round; the thread that generates adds them
         self._sending = threading.Lock()  # Steps are sent in their order
-        self._now = 0.0
 
     def send(self, message: Any) -> None:
         """Send a message after the Steps so far; any thread may."""
@@ -93,18 +95,13 @@ class Link:
         if not self.channel.send(message):
             self._wake()
 
-    def add(self, step: SentStep, now: float) -> None:
-        """Add a Step of a round; the thread that generates calls this."""
-        self._steps.append(step)
-        self._now = now
-
     def send_steps(self) -> None:
         """Send the Steps of the round."""
-        if not self._steps:
+        if not self.steps:
             return
         with self._sending:
-            steps = [self._steps.popleft() for _ in range(len(self._steps))]
-            sent = not steps or self.channel.send(Round(self._now, steps))
+            steps = [self.steps.popleft() for _ in range(len(self.steps))]
+            sent = not steps or self.channel.send(Round(time.perf_counter(), steps))
         if not sent:
             self._wake()
 

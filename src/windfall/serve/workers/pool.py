@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from windfall.core.errors import InputError
+from windfall.core.wording import first_line
 from windfall.serve.server import DEVICE_LOST, received_signals
+from windfall.serve.settings import SWITCH_SECONDS
 
 if TYPE_CHECKING:
     from windfall.serve.admission import Admission
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST = 64  # processes
+MOST_BY_DEFAULT, CORES_PER_PROCESS = 4, 4  # one process answers about 500 requests of 128 tokens per second
 FAILED = 1  # exit code: a supervisor should start the server again
 WAIT_SECONDS = 1.0  # between two looks at the processes
 GRACE_SECONDS = 5.0  # that a process has to end, besides the time for its requests
@@ -80,6 +85,7 @@ class Pool:
         self._listeners = listeners(bound, count)
         self._processes = [HttpProcess(each) for each in self._listeners]
         self._until: float | None = None  # when they must have ended
+        self.ready = threading.Event()  # all processes accept connections
         self._failed = False
 
     def run(self, admission: Admission, log_format: str, drain_seconds: int) -> None:
@@ -90,12 +96,13 @@ class Pool:
         """
         from windfall.serve.workers.hub import Hub  # imports torch
 
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._hub, self._drain_seconds = Hub(admission), drain_seconds
         self._hello = self._hub.hello(log_format, drain_seconds)
         admission.engine.when_lost(lambda: self._hub.call(self._drain))
+        for process in self._processes:
+            self._connect(process)
         with received_signals(self._hub.wake) as received:
-            for process in self._processes:
-                self._connect(process)
             handled = 0
             while self._processes:
                 self._hub.step(WAIT_SECONDS)
@@ -112,6 +119,15 @@ class Pool:
         if signal.SIGINT in received:
             raise KeyboardInterrupt
 
+    def stop(self) -> None:
+        """Let `run` end as after SIGTERM; any thread may ask."""
+        self._hub.call(self._drain)
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the processes."""
+        return [process.id for process in self._processes]
+
     def close(self) -> None:
         """End all processes."""
         for process in self._processes:
@@ -122,6 +138,8 @@ class Pool:
     def _connect(self, process: HttpProcess) -> None:
         def ready() -> None:
             process.ready = True
+            if all(each.ready for each in self._processes):
+                self.ready.set()
 
         self._hub.add(process.connection, self._hello, process.id, ready, lambda: self._replace(process))
 
@@ -176,8 +194,25 @@ def checked_count(count: int) -> int:
 
 
 def default_count(device: str | None) -> int:
-    """The number of HTTP processes if none is given."""
-    return 0
+    """The number of HTTP processes if none is given: some if there is a GPU and enough CPU cores, else 0."""
+    if os.name != "posix" or (device or "cuda").partition(":")[0] != "cuda":
+        return 0
+    import torch
+
+    return min(cores() // CORES_PER_PROCESS, MOST_BY_DEFAULT) if torch.cuda.is_available() else 0
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Refuse a tokenizer that cannot be sent to another process."""
+    try:
+        pickle.dumps(tokenizer)
+    except Exception as error:
+        raise InputError(f"the tokenizer cannot be sent to HTTP processes: {first_line(error)}") from None
 
 
 def listeners(bound: socket.socket, count: int) -> list[socket.socket]:

@@ -24,6 +24,7 @@ ORPHAN_SECONDS = 5.0  # that answers may take to end when the process of the eng
 def run(connection: socket.socket, bound: socket.socket) -> None:
     """Serve until SIGTERM, or until the process of the engine ends."""
     channel = Channel(connection)
+    prepare_tokenizers()
     hello = first_message(channel, connection)
     if hello is None:
         return
@@ -39,6 +40,15 @@ def run(connection: socket.socket, bound: socket.socket) -> None:
         made = server.make_server(app_over(backend), hello.drain_seconds, lambda: backend.attach(end))
         freeze_objects()
         made.run(sockets=[bound])
+
+
+def prepare_tokenizers() -> None:
+    """Import what tokenizers need, code from the hub included."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.dynamic_module_utils import init_hf_modules
+
+    assert PreTrainedTokenizerFast
+    init_hf_modules()
 
 
 def first_message(channel: Channel, connection: socket.socket) -> Hello | None:
