@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.scheduling import held
-from helpers.serving import http, new_engine, running, wait_for
+from helpers.serving import Serving, http, new_engine, running, wait_for
 from windfall.engine.engine import Engine
 from windfall.engine.host_runner import HostRunner
 from windfall.engine.lost_device import is_lost
@@ -48,10 +48,10 @@ def fail(*_: Any) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_engine_that_fails_in_every_pass(
-    route: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serving: Serving, route: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = new_engine()
-    with running(made) as url:
+    with serving(made) as url:
         assert http().get(url + route).status_code == 200
         with monkeypatch.context() as patch:
             patch.setattr(HostRunner, "round", fail)
@@ -117,14 +117,14 @@ def test_a_thread_that_has_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     made.close()
 
 
-def test_a_lost_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_device(serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     made, told = new_engine(), []
     made.when_lost(lambda: told.append("before"))
 
     def lose(*_: Any) -> None:
         raise ASSERT
 
-    with running(made) as url, caplog.at_level(logging.ERROR):
+    with serving(made) as url, caplog.at_level(logging.ERROR):
         monkeypatch.setattr(HostRunner, "round", lose)
         http().post(f"{url}/v1/completions", json={"prompt": "Hi"})
         wait_for(lambda: told)

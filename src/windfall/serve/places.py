@@ -17,7 +17,7 @@ class Places:
         """`max_requests`: texts that run together."""
         self.max_requests, self.capacity = max_requests, max_requests + max_queue
         self._expected = 0  # texts that are about to be submitted
-        self._handles: list[Handle] = []
+        self._submitted = 0  # texts that have not ended
         self._lock = threading.Lock()
 
     @property
@@ -28,8 +28,7 @@ class Places:
     @property
     def taken(self) -> int:
         """Texts that run or wait, the expected ones included."""
-        with self._lock:
-            return self._count()
+        return self._expected + self._submitted
 
     def enter(self, texts: int) -> None:
         """Expect these texts, or refuse them. Then `fill` or `leave` must be called."""
@@ -39,25 +38,24 @@ class Places:
                 f"the request asks for {texts} texts at once; this server takes at most {self.capacity}",
             )
         with self._lock:
-            count = self._expected + len(self._handles)  # with texts that have ended
-            if count + texts > self.capacity:
-                count = self._count()
-            if count + texts <= self.capacity:
+            if (count := self.taken) + texts <= self.capacity:
                 self._expected += texts
                 return
         running = min(count, self.max_requests)
         raise too_busy(f"the queue is full: {counted(running, 'text')} in progress, {count - running} waiting")
 
     def fill(self, handles: list[Handle], entered: int) -> None:
-        """Count these handles in the place of the texts that have entered."""
+        """Count these texts, until they end, in the place of those that have entered."""
         with self._lock:
             self._expected -= entered
-            self._handles += handles
+            self._submitted += len(handles)
+        for handle in handles:
+            handle.add_done_callback(self._end)
 
     def leave(self, entered: int) -> None:
         """Expect these texts no longer."""
         self.fill([], entered)
 
-    def _count(self) -> int:
-        self._handles = [handle for handle in self._handles if not handle.done]
-        return self._expected + len(self._handles)
+    def _end(self, _: Handle) -> None:
+        with self._lock:
+            self._submitted -= 1

@@ -51,7 +51,7 @@ class SentText:
         if self._detailed or step.finish is not None:
             self._add((self.number, step.tokens, step.counts, self._details(step)))
             if step.finish is not None:
-                self._link.forget(self.number)
+                self._forget()
         else:
             self._add((self.number, step.tokens, step.counts, None))
 
@@ -61,12 +61,19 @@ class SentText:
 
     def end(self, reason: str | None, error: Exception | None) -> None:
         self._link.send(Ended(self.number, reason, None if error is None else Problem.of(error)))
+        self._forget()
+
+    def _forget(self) -> None:
         self._link.forget(self.number)
+        self._handle = None  # which refers to this
 
     def follow(self, handle: Handle) -> None:
         """The text was submitted."""
-        self._handle = handle
-        if self._cancelled:
+        if not handle.done:
+            self._handle = handle
+        if handle.done:  # in the meantime
+            self._handle = None
+        elif self._cancelled:
             handle.cancel()
 
     def cancel(self) -> None:

@@ -132,7 +132,7 @@ class Pool:
         """End all processes."""
         for process in self._processes:
             process.close()
-        for each in self._listeners:
+        for each in self._listeners[1:]:  # the first one is the caller's
             each.close()
 
     def _connect(self, process: HttpProcess) -> None:
