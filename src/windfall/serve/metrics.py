@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from http import HTTPStatus
 
 from fastapi import APIRouter
@@ -40,6 +40,7 @@ class Metrics:
         self._backend, self._labels = backend, {"model_name": model_name}
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        self.registry.register(ProcessMetrics(backend))
 
     def add_answer(self, route: str, status: int) -> None:
         """Count an answer of this process."""
@@ -54,7 +55,6 @@ class Metrics:
         yield from self._histograms(counters)
         yield from self._drafts(counters)
         yield from self._http(figures.answers)
-        yield from process_metrics(figures.processes)
 
     def _gauges(self, figures: Figures) -> Iterator[Metric]:
         running = figures.running
@@ -133,14 +133,20 @@ class Metrics:
         return made
 
 
-def process_metrics(processes: Sequence[int]) -> Iterator[Metric]:
-    """Memory, CPU time and open files of these processes together; start and limits are those of the first."""
-    found = [each for each in (_of_process(process) for process in processes) if each]
-    for name, family in found[0].items() if found else ():
-        if name not in OF_ONE_PROCESS:
-            value = sum(other[name].samples[0].value for other in found)
-            family.samples = [family.samples[0]._replace(value=value)]
-        yield family
+class ProcessMetrics:
+    """Memory, CPU time and open files of all processes of the server; start and limits are those of the first."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client asks for them."""
+        found = [each for each in map(_of_process, self._backend.figures.processes) if each]
+        for name, family in found[0].items() if found else ():
+            if name not in OF_ONE_PROCESS:
+                value = sum(other[name].samples[0].value for other in found if name in other)
+                family.samples = [family.samples[0]._replace(value=value)]
+            yield family
 
 
 def _of_process(process: int) -> dict[str, Metric]:
