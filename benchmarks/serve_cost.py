@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--ways", default="alone,0,1,2", help="alone, or numbers of HTTP processes")
     parser.add_argument("--round-ms", type=float, default=1.3)
     parser.add_argument("--host-ms", type=float, default=0.0, help="work of the host in each round, besides its own")
-    parser.add_argument("--poll", action="store_true", help="wait for the device as on a GPU, which keeps a core busy")
     parser.add_argument("--tokens", default="128", help="lengths of texts")
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--target")
@@ -61,7 +60,7 @@ def main() -> None:
         return
     lengths = sorted(map(int, options.tokens.split(",")))
     rows = [measure(options, way, length) for length in lengths for way in options.ways.split(",")]
-    settings = {name: getattr(options, name) for name in ("clients", "round_ms", "host_ms", "poll", "seconds")}
+    settings = {name: getattr(options, name) for name in ("clients", "round_ms", "host_ms", "seconds")}
     publish({"what": "cost of the server", **settings, "cores": os.cpu_count(), "rows": rows}, options.json)
 
 
@@ -71,7 +70,7 @@ def main() -> None:
 class MadeUpRunner:
     """A BatchRunner without a model. Like that of a GPU, it returns Steps whose text is decoded when it is read."""
 
-    max_length, has_room, spent, polls = None, True, 0.0, False
+    max_length, has_room = None, True
 
     def __init__(self, words: list[int], seconds: float, host_seconds: float = 0.0):
         """`words`: the ids that all texts repeat; `seconds`: of a round; `host_seconds`: that Python works in it."""
@@ -95,16 +94,12 @@ class MadeUpRunner:
         return True
 
     def round(self) -> dict[Any, Any]:
-        MadeUpRunner.spent = time.thread_time()
         worked = time.thread_time() + self.host_seconds
         while time.thread_time() < worked:
             pass
         now = time.perf_counter()
         self._due = max(self._due + self.seconds, now)
-        if not self.polls:
-            time.sleep(self._due - now)
-        while time.perf_counter() < self._due:
-            time.sleep(0)
+        time.sleep(self._due - now)
         texts = self.texts
         results = cast(Any, SimpleNamespace(
             tokens=[],
@@ -137,7 +132,6 @@ def measure(options: argparse.Namespace, way: str, tokens: int) -> dict[str, Any
     engine = windfall.load(options.target, policy="none", device="cpu", max_requests=options.clients)
     words = engine.encode(TEXT * 4, raw=True)
     made_up = MadeUpRunner(words + words[:TOKENS], options.round_ms / 1000, options.host_ms / 1000)
-    made_up.polls = options.poll
     engine._batch_runner = lambda: made_up  # type: ignore[method-assign,assignment,return-value]
     freeze_objects()
     with engine:

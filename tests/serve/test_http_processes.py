@@ -23,16 +23,19 @@ from helpers.cli import folder as folder
 from helpers.cli import refused, windfall
 from helpers.scheduling import held
 from helpers.serving import http, new_engine, running_as_processes, wait_for
+from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError, RoomError
+from windfall.serve.admission import Admission
+from windfall.serve.backend import Job
 from windfall.serve.errors import ApiError, too_busy
 from windfall.serve.settings import Settings
 from windfall.serve.workers import channel as channels
 from windfall.serve.workers import pool
 from windfall.serve.workers.channel import Channel
-from windfall.serve.workers.messages import Problem
+from windfall.serve.workers.hub import Hub
+from windfall.serve.workers.messages import Problem, Submit
 
 BODY = {"prompt": "Hi", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
-LONG = {**BODY, "max_tokens": 90}
 QUICK = ("--policy", "none", "--device", "cpu", "--port", "0")
 
 
@@ -157,16 +160,24 @@ def test_limits_and_figures_are_those_of_the_whole_server() -> None:
     made.close()
 
 
-def test_a_process_that_leaves_cancels_its_texts_only() -> None:
+def test_the_texts_of_a_process_that_has_ended_are_cancelled() -> None:
     made = new_engine(max_requests=2)
+    hub, (ours, others) = Hub(Admission(made, Settings())), socket.socketpair()
+    left = list[bool]()
+    hub.add(ours, hub.hello("none", 1), 0, when_closed=lambda: left.append(True))
+    sampling = {"max_new_tokens": 80, "eos": ()}
+    slow = {**sampling, "constraint": Constraint.regex("[a-z]{70,80}")}
     gate, _ = held(made)
-    with running_as_processes(made, 2, drain_seconds=0) as (one, other), ThreadPoolExecutor(2) as threads:
-        body = {**LONG, "stream": True}
-        first, second = (threads.submit(http().post, f"{url}/v1/completions", json=body) for url in (one, other))
-        wait_for(lambda: made.running + made.waiting >= 2)
-        threads.submit(http().post, f"{one}/v1/completions", json=LONG, timeout=0.2)
-        gate.open.set()
-        assert all(each.result().text.count("data: ") > 10 for each in (first, second))
+    channel = Channel(others)
+    for first, keywords in ((0, sampling), (1, sampling), (2, slow)):
+        channel.send(Submit(first, [Job([1, 2, 3], True, keywords, encoded=True)]))
+    wait_for(lambda: hub.step(0.01) or hub.admission.figures.unfinished == 3)
+    channel.close()
+    wait_for(lambda: hub.step(0.01) or left)
+    gate.open.set()
+    wait_for(lambda: hub.admission.figures.unfinished == 0)
+    wait_for(lambda: made.counters.durations["cancelled"].cumulative[-1] == 3)
+    hub.close()
     made.close()
 
 
@@ -184,7 +195,7 @@ def served(folder: Path, count: int, *options: str) -> Iterator[tuple[subprocess
     try:
         assert process.stderr is not None
         url = re.findall(r"(http://[^/]+)/v1", process.stderr.readline())[0]
-        wait_for(lambda: status(f"{url}/v1/models") == 200)
+        wait_for(lambda: status(f"{url}/v1/models") == 200, 60)
         yield process, url, children(process.pid)
     finally:
         process.kill()

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 MOST = 64  # processes
 MOST_BY_DEFAULT, CORES_PER_PROCESS = 4, 4  # one process answers about 500 requests of 128 tokens per second
 FAILED = 1  # exit code: a supervisor should start the server again
+BACKLOG = 2048  # connections that wait to be accepted, by each process
 WAIT_SECONDS = 1.0  # between two looks at the processes
 GRACE_SECONDS = 5.0  # that a process has to end, besides the time for its requests
 
@@ -40,7 +41,7 @@ class HttpProcess:
         self.connection, other = socket.socketpair()
         command = [sys.executable, "-m", "windfall.serve.workers.process", str(other.fileno()), str(bound.fileno())]
         paths = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
         with other:  # it has a session of its own: Ctrl-C is meant for the process of the engine
             self._process = subprocess.Popen(
                 command,
@@ -100,17 +101,15 @@ class Pool:
         self._hub, self._drain_seconds = Hub(admission), drain_seconds
         self._hello = self._hub.hello(log_format, drain_seconds)
         admission.engine.when_lost(lambda: self._hub.call(self._drain))
+        for each in self._listeners:
+            each.listen(BACKLOG)  # connections wait until the processes have heard from the engine
         for process in self._processes:
             self._connect(process)
-        with received_signals(self._hub.wake) as received:
-            handled = 0
-            while self._processes:
-                self._hub.step(WAIT_SECONDS)
-                for number in received[handled:]:
-                    self._drain(at_once=number == signal.SIGINT and signal.SIGINT in received[:handled])
-                    handled += 1
-                if self._until is not None and time.monotonic() > self._until:
-                    self._kill()
+        try:
+            with received_signals(self._hub.wake) as received:
+                self._pass_messages(received)
+        finally:
+            self._hub.close()
         if admission.engine.lost is not None:
             log.error("the server ends, because its device is lost: %s", admission.engine.lost)
             raise SystemExit(DEVICE_LOST)
@@ -118,6 +117,17 @@ class Pool:
             raise SystemExit(FAILED)
         if signal.SIGINT in received:
             raise KeyboardInterrupt
+
+    def _pass_messages(self, received: list[int]) -> None:
+        """Until all processes have ended; the first of these signals asks them to."""
+        handled = 0
+        while self._processes:
+            self._hub.step(WAIT_SECONDS)
+            for number in received[handled:]:
+                self._drain(at_once=number == signal.SIGINT and signal.SIGINT in received[:handled])
+                handled += 1
+            if self._until is not None and time.monotonic() > self._until:
+                self._kill()
 
     def stop(self) -> None:
         """Let `run` end as after SIGTERM; any thread may ask."""

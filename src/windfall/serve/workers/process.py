@@ -39,7 +39,8 @@ def run(connection: socket.socket, bound: socket.socket) -> None:
 
         made = server.make_server(app_over(backend), hello.drain_seconds, lambda: backend.attach(end))
         freeze_objects()
-        made.run(sockets=[bound])
+        with server.received_signals():
+            made.run(sockets=[bound])
 
 
 def prepare_tokenizers() -> None:
