@@ -73,15 +73,9 @@ def serve(
             from windfall.serve.admission import Admission
             from windfall.serve.app import make_app
 
-            if others is not None:
-                try:
-                    pool.check_tokenizer(engine.target.tokenizer)
-                except InputError as problem:
-                    if http_processes is not None:
-                        raise
-                    console.note(f"the process of the engine answers HTTP requests: {problem}")
-                    started.close()
-                    others = None
+            if others is not None and not has_portable_tokenizer(engine, required=http_processes is not None):
+                started.close()
+                others = None
             with console.progress("Preparing for batches…") as progress:
                 engine.prepare(progress=progress)
             if engine.target.device.type == "cuda":
@@ -99,6 +93,20 @@ def serve(
             finally:
                 if engine.lost is None:
                     remember_costs(engine)
+
+
+def has_portable_tokenizer(engine: Engine, required: bool) -> bool:
+    """Whether HTTP processes can have the tokenizer; an InputError if they must, else a note."""
+    from windfall.serve.workers.pool import check_tokenizer
+
+    try:
+        check_tokenizer(engine.target.tokenizer)
+    except InputError as problem:
+        if required:
+            raise
+        console.note(f"the process of the engine answers HTTP requests: {problem}")
+        return False
+    return True
 
 
 def note_slow_batches(engine: Engine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import Empty, LifoQueue
@@ -37,30 +36,23 @@ class LimitedGrammars:
 
     async def compile(self, constraints: list[Constraint]) -> list[Grammar]:
         """The grammars of these constraints, which the engine finds as long as the caller keeps them."""
-        return await asyncio.wrap_future(self.start(constraints)) if constraints else []
-
-    def start(
-        self, constraints: list[Constraint], then: Callable[[list[Grammar]], None] = lambda _: None
-    ) -> Future[list[Grammar]]:
-        """`compile` in another thread, which calls `then` with the grammars."""
-
-        def work() -> list[Grammar]:
-            made = [self._one(constraint) for constraint in constraints]
-            then(made)
-            return made
-
-        return self._threads.submit(work)
+        known = self.find(constraints)
+        return await asyncio.wrap_future(self.start(constraints)) if known is None else known
 
     def find(self, constraints: list[Constraint]) -> list[Grammar] | None:
-        """The grammars of these constraints, if all are compiled and within the limits."""
-        found = [self._grammars.find(each) for each in constraints if len(each.source) <= self._max_characters]
-        known = [grammar for grammar in found if grammar is not None]
+        """The grammars of these constraints, if all are compiled. One that is too long is refused."""
+        for constraint in constraints:
+            if len(constraint.source) > self._max_characters:
+                size = f"{self._max_characters} characters at most here, not {len(constraint.source)}"
+                raise InputError(f"a {constraint.name} has {size}")
+        known = [grammar for grammar in map(self._grammars.find, constraints) if grammar is not None]
         return known if len(known) == len(constraints) else None
 
+    def start(self, constraints: list[Constraint]) -> Future[list[Grammar]]:
+        """Compile these constraints in another thread."""
+        return self._threads.submit(lambda: [self._one(constraint) for constraint in constraints])
+
     def _one(self, constraint: Constraint) -> Grammar:
-        if len(constraint.source) > self._max_characters:
-            size = f"{self._max_characters} characters at most here, not {len(constraint.source)}"
-            raise InputError(f"a {constraint.name} has {size}")
         if (known := self._grammars.find(constraint)) is not None:
             return known
         check_installed(constraint)

@@ -131,20 +131,17 @@ class Link:
         try:
             if admission.closed:
                 raise shutting_down()
+            known = admission.grammars.find(needed)
             admission.places.enter(len(asked.jobs))
         except Exception as error:
             self.send(Refused(asked.first, len(asked.jobs), Problem.of(error)))
             return
         texts = [SentText(self, asked.first + place, job) for place, job in enumerate(asked.jobs)]
         self._texts.update({text.number: text for text in texts})
-        if (known := admission.grammars.find(needed)) is not None:
+        if known is not None:
             self._submit(asked, texts, known)
-            return
-        try:
+        else:
             admission.grammars.start(needed).add_done_callback(partial(self._submit_compiled, asked, texts))
-        except Exception as error:
-            admission.places.leave(len(texts))
-            self._refuse(asked, texts, error)
 
     def _submit_compiled(self, asked: Submit, texts: list[SentText], compiled: Future[list[Grammar]]) -> None:
         if (error := compiled.exception()) is not None:

@@ -124,7 +124,7 @@ class Pool:
         while self._processes:
             self._hub.step(WAIT_SECONDS)
             for number in received[handled:]:
-                self._drain(at_once=number == signal.SIGINT and signal.SIGINT in received[:handled])
+                self._drain(at_once=number == signal.SIGINT and handled > 0)
                 handled += 1
             if self._until is not None and time.monotonic() > self._until:
                 self._kill()
