@@ -34,6 +34,7 @@ from windfall.serve.workers import pool
 from windfall.serve.workers.channel import Channel
 from windfall.serve.workers.hub import Hub
 from windfall.serve.workers.messages import Problem, Submit
+from windfall.serve.workers.remote_text import RemoteText
 
 BODY = {"prompt": "Hi", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
 QUICK = ("--policy", "none", "--device", "cpu", "--port", "0")
@@ -157,6 +158,24 @@ def test_limits_and_figures_are_those_of_the_whole_server() -> None:
         for url in (one, other):
             wait_for(lambda url=url: 'http_requests_total{route="/v1/completions",status="200"} 2.0' in metrics(url))
             assert 'requests_refused_total{reason="queue_full"} 1.0' in metrics(url)
+    made.close()
+
+
+def test_a_text_that_cannot_be_decoded_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = RemoteText.receive
+
+    def receive(self: RemoteText, *given: Any) -> None:
+        usual(self, *given)
+        if self.prompt_tokens == 3:
+            raise ValueError("this token has no text")
+
+    monkeypatch.setattr(RemoteText, "receive", receive)
+    made = new_engine()
+    with running_as_processes(made, 1) as (url,), ThreadPoolExecutor(2) as threads:
+        bodies = ({**BODY, "prompt": prompt, "max_tokens": 60} for prompt in ("Hi", "Hey"))
+        answers = [threads.submit(http().post, f"{url}/v1/completions", json=body) for body in bodies]
+        assert [answer.result().status_code for answer in answers] == [200, 500]
+        wait_for(lambda: http().get(f"{url}/ready").json()["running"] == 0)
     made.close()
 
 

@@ -28,6 +28,7 @@ from windfall.serve.workers.messages import (
     Ready,
     Refused,
     Round,
+    SentStep,
     Submit,
     Told,
 )
@@ -163,11 +164,8 @@ class RemoteEngine:
     def _handle(self, message: Any) -> None:
         match message:
             case Round():
-                for number, tokens, counts, details in message.steps:
-                    if (text := self._texts.get(number)) is not None:
-                        text.receive(tokens, counts, details, message.now)
-                        if details is not None and details.finish is not None:
-                            del self._texts[number]
+                for step in message.steps:
+                    self._receive_step(step, message.now)
             case Ended():
                 if (text := self._texts.pop(message.text, None)) is not None:
                     if message.problem is not None:
@@ -184,6 +182,18 @@ class RemoteEngine:
                 self._answer(message.number, message)
             case Count():
                 self._send(Counted(message.number, self.answers))
+
+    def _receive_step(self, step: SentStep, now: float) -> None:
+        number, tokens, counts, details = step
+        if (text := self._texts.get(number)) is None:
+            return
+        try:
+            text.receive(tokens, counts, details, now)
+        except Exception as error:  # of the tokenizer: other texts must go on
+            self._cancel(number)
+            text.fail(error)
+        if text.done:
+            del self._texts[number]
 
     def _answer(self, number: int, message: Any) -> None:
         if (reply := self._replies.get(number)) is not None and not reply.done():
