@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh OUT STAGE… -- TASK…        TASK: a JSONL file with prompts, or builtin
 #
 # Stages: draft-phase draft-phase-8b products first-token shapes price price-8b texts texts-fp16 batch-texts throughput throughput-8b
-# one-request peers peers-model serve serve-8b soak
+# one-request host-requests peers peers-model serve serve-8b soak
 # MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. `peers` is always the
 # embedded pair; `peers-model` is MODEL, with ASSISTANT as transformers' assistant. `one-request` compares with the version
 # of windfall whose `src` folder is BEFORE. A stage that fails or takes longer
@@ -78,6 +78,7 @@ for stage in "${STAGES[@]}"; do
 	throughput) throughput $stage 24 --rounds 2 --stream-factor 12 --no-hf ;;
 	throughput-8b) throughput $stage 16 --rounds 1 --stream-factor 6 --widen llama-3.1-8b --no-hf ;;
 	one-request) run $stage "$PY" benchmarks/one_request.py "$BEFORE" "$@" $TARGET --json "$json" ;;
+	host-requests) run $stage "$PY" benchmarks/host_requests.py "$@" $TARGET --json "$json" ;;
 	peers) peers $stage "$@" ;;
 	peers-model) peers $stage "$@" $TARGET ${ASSISTANT:+--assistant $ASSISTANT} ;;
 	serve) serve "$@" $TARGET ;;

@@ -172,11 +172,8 @@ def used_memory(device: torch.device) -> int:
 
 def pages_are_free(engine: windfall.Engine) -> bool | None:
     """Whether no request holds a page; None if requests do not run in pages."""
-    found = engine._dispatcher._batch  # what users need not see
-    if found is None or isinstance(found[2], str):
-        return None
-    pool = found[2].pool
-    return bool(pool.available == pool.pages)
+    target = None if (paged := engine._paged()) is None else paged.target  # what users need not see
+    return None if target is None else target.cache.pool.available == target.cache.pool.pages
 
 
 if __name__ == "__main__":

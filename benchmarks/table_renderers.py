@@ -328,6 +328,24 @@ def one_request(found: Results) -> Body:
     return table(head, lines), f"{prompts}, up to {settings['tokens']:,} new tokens, medians of {rounds}."
 
 
+def host_requests(found: Results) -> Body:
+    """Requests that need the host in every cycle, together and one after the other (benchmarks/host_requests.py)."""
+    (result,) = found.values()
+    head = ("requests", "at once", "in turn, tokens/s", "together, tokens/s", "together / in turn")
+    lines = []
+    for row in result["rows"]:
+        speeds = row["tokens_per_second"]
+        one, other = speeds["in turn"], speeds["together"]
+        lines.append([row["kind"], f"{row['requests']}", rate(one), rate(other), number(other / one)])
+    settings = result["settings"]
+    prompts = f"{counted(settings['limit'], 'prompt')} of each of {counted(len(settings['tasks']), 'task')}"
+    different = sum(row["different"] for row in result["rows"])
+    return table(head, lines), (
+        f"{code(settings['policy'])}, greedy, {prompts}, up to {settings['tokens']:,} new tokens, medians of "
+        f"{counted(settings['rounds'], 'round')}; {counted(different, 'text')} differed."
+    )
+
+
 # ---- other engines
 
 

@@ -88,6 +88,16 @@ proxy. Speed-ups are over `none` with the same number of requests.""",
 Tokens/s of one request at a time, prefill included, before the engine had batches and now
 (`benchmarks/one_request.py`).""",
     ),
+    "host-requests": Section(
+        OVERVIEW,
+        renderers.host_requests,
+        ("host-requests",),
+        begin="""### Requests that need the host
+
+Tokens/s of all requests together, if they share verify passes and if one runs after the other
+(`benchmarks/host_requests.py`). The requests ask for log-probabilities, penalties, a JSON schema, or a policy that is
+not the engine's. `plain` requests need none of this.""",
+    ),
     "peers": Section(
         OVERVIEW,
         renderers.peers,

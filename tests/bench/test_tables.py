@@ -350,6 +350,17 @@ def test_what_a_script_writes_becomes_a_table(
     assert re.search(rf"Measured on .* \(\[{name}-h200\.json\]", text.replace("\n", " "))
 
 
+def test_what_requests_for_the_host_gain_becomes_a_table(
+    folder: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "--limit 2 --concurrency 2 --kinds logprobs,policy --tokens 4 --rounds 1 --dtype float32"
+    put(root, "host-requests-h200", run_script(f"host_requests.py builtin {options}", folder, root / "x", monkeypatch))
+    lines = tables.body(tables.SECTIONS["host-requests"], "h200", root).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert [row.count("|") for row in rows] == [6] * 4 and rows[2].startswith("| logprobs | 2 |")
+    assert any("medians of 1 round; 0 texts differed." in line for line in lines)
+
+
 def test_what_bench_throughput_writes_becomes_a_table_and_a_plot(
     folder: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from helpers.trees import random_tree
 from windfall.core.sampling import GOLDEN, Sampler, gumbel, mix, noise_bits, process, warp
 from windfall.core.tree import DraftTree
 from windfall.core.types import InputError, SamplingParams
@@ -123,6 +124,23 @@ def test_penalties_count_the_output_alone() -> None:
     logits, prefix = torch.zeros(1, 6), torch.tensor([[1, 1, 2, 2, 2, 3]])
     out = process(logits, prefix, 3, SamplingParams(presence_penalty=0.5, frequency_penalty=0.25))
     assert out[0].tolist() == pytest.approx([0, 0, -(0.5 + 2 * 0.25), -(0.5 + 0.25), 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_penalties_of_a_growing_text(dtype: torch.dtype) -> None:
+    """Each node of a tree is penalised by its own path; the counts of the text are kept from cycle to cycle."""
+    torch.manual_seed(0)
+    penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    params = SamplingParams(temperature=1.0, seed=3, **penalties)
+    sampler, committed = Sampler(params, 4), torch.randint(20, (5,)).tolist()
+    for cycle in range(3):
+        tree, logits = random_tree(9, cycle, width=20), torch.randn(9, 20).to(dtype)
+        counts = sampler._counts_before(tree, committed, torch.arange(9), logits)
+        found = process(logits, None, 4, params, counts=counts)
+        for node in range(9):
+            prefix = committed + tree.tokens[tree.path(node)[1:]].tolist()
+            assert torch.equal(process(logits[[node]], torch.tensor([prefix]), 4, params)[0], found[node])
+        committed += torch.randint(20, (cycle + 1,)).tolist()
 
 
 def test_bias_and_greedy() -> None:

@@ -10,6 +10,7 @@ import pytest
 from helpers.gpu import engine
 from helpers.tiny import prompt
 from windfall.engine.host_runner import HostRunner
+from windfall.engine.lone_runner import LoneRunner
 from windfall.engine.serial_runner import SerialRunner
 from windfall.engine.split_runner import SplitRunner
 
@@ -21,7 +22,8 @@ def test_requests_that_need_the_host_write_the_texts_that_they_write_alone(polic
     """On the paths of a GPU: beside requests in pages, or where the policy itself decides on the host."""
     made = engine("llama", "eagle3", policy, graphs=True, exact=True)
     runner = made._batch_runner()
-    assert isinstance(runner.second if isinstance(runner, SplitRunner) else runner, SerialRunner)
+    others = runner.second if isinstance(runner, SplitRunner) else runner
+    assert isinstance(others, LoneRunner)
     penalty: dict[str, Any] = {"repetition_penalty": 1.3, "temperature": 1.0}
     asked = [(prompt(9 + number, number), {"seed": number, **(penalty if number % 2 else {})}) for number in range(5)]
     asked.append((prompt(20), {"logprobs": 2}))

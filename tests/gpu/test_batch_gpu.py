@@ -72,6 +72,7 @@ def test_rows(requests: int, live: int, largest: int, rows: int, deepest: int, f
 def test_attention_over_pages(lengths: list[int], rows: list[int], trees: bool, dtype: torch.dtype) -> None:
     check_pages(lengths, rows, trees, dtype, "cuda")
     check_pages(lengths, rows, trees, dtype, "cuda", window=100)
+    check_pages(lengths, rows, trees, dtype, "cuda", staged=False)
     check_pages(lengths, rows, trees, dtype, "cuda", prompts=tuple(range(0, len(lengths), 3)))
 
 

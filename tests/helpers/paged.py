@@ -22,11 +22,13 @@ def check_pages(
     device: str = "cpu",
     prompts: tuple[int, ...] = (),
     heads: int = 6,
+    staged: bool = True,
     **options: Any,
 ) -> None:
     """Requests with these committed lengths have these numbers of rows each: trees, or chains.
 
     `prompts`: requests whose rows are chains in any case, and count as committed. `heads` of queries; two have keys.
+    `staged`: rows of trees lie after all pages, and not in the pages of their request.
     """
     torch.manual_seed(sum(lengths))
     shared, width, padding = 2, 16, 3
@@ -49,11 +51,12 @@ def check_pages(
         there = pages[owner].long()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
         places = there.flatten()[: length + n]
         if branches:
-            places = torch.cat([places[:length], staging + row + torch.arange(n)])
+            if staged:
+                places = torch.cat([places[:length], staging + row + torch.arange(n)])
             path, level = ancestors(mask, depth), torch.arange(n)
             others = (depth == level[:, None]).int().argmax(1)  # a row of each depth, if there is one
             path = torch.where(level <= depth[:, None], path, others)  # entries beyond a row's depth mean nothing
-            lineage[row : row + n, :n] = staging + row + path
+            lineage[row : row + n, :n] = places[length + path]
         cache[:, :, places] = own
         owners[row : row + n], reach[row : row + n] = owner, length + depth + 1
         lines = length + ancestors(mask, depth) if branches else None

@@ -73,6 +73,11 @@ def test_far_parts() -> None:
     check_pages([1100, 30], [2, 1], True, HALF)
 
 
+def test_trees_in_the_pages_of_their_requests() -> None:
+    """Their rows lie after the committed ones, in a page that both share or in pages of their own."""
+    check_pages([70, 3, 62, 128], [17, 9, 5, 1], True, HALF, staged=False)
+
+
 @pytest.mark.parametrize("programs", [6, 24])
 def test_prompts_beside_trees(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _set_programs(monkeypatch, programs)

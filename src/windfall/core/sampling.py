@@ -7,6 +7,7 @@ drafts, the batch and the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,13 +56,32 @@ def gumbel(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_().float()
 
 
+class TokenCounts(NamedTuple):
+    """How many times each token occurs before each row, [n, V] or [V]; None where no penalty needs it."""
+
+    text: Tensor | None  # in prompt and output
+    output: Tensor | None  # in the output alone
+
+    @classmethod
+    def zeros(cls, logits: Tensor, params: SamplingParams) -> TokenCounts:
+        """Of no tokens, with the shape of these logits."""
+        counts_output = params.presence_penalty or params.frequency_penalty
+        zeros = torch.zeros_like(logits)
+        return cls(zeros if params.repetition_penalty != 1 else None, zeros if counts_output else None)
+
+
 def process(
-    logits: Tensor, prefix: Tensor | None, prompt_length: int, params: SamplingParams, mask: Tensor | None = None
+    logits: Tensor,
+    prefix: Tensor | None,
+    prompt_length: int,
+    params: SamplingParams,
+    mask: Tensor | None = None,
+    counts: TokenCounts | None = None,
 ) -> Tensor:
     """Apply bias, penalties, processors, the mask, temperature, top-k, top-p and min-p.
 
     logits [n, V]; prefix [n, L] holds the tokens before each row (needed only if `params.reads_prefix`); mask [V] says
-    which tokens are allowed, None: all.
+    which tokens are allowed, None: all. With the `counts` of the prefix, only processors need the prefix itself.
     Returns new logits, -inf where a token is excluded; at temperature 0 only their order matters.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -70,9 +90,13 @@ def process(
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device, dtype=logits.dtype)
     if params.reads_prefix:
-        assert prefix is not None
-        logits = _penalise(logits, prefix, prompt_length, params)
+        if counts is None:
+            assert prefix is not None
+            logits = _penalise(logits, prefix, prompt_length, params)
+        else:
+            logits = _penalise_counted(logits, counts, params)
         for processor in params.processors:
+            assert prefix is not None
             logits = processor(prefix, logits)
     if mask is not None:
         logits = logits.masked_fill(~mask.to(logits.device), -torch.inf)
@@ -91,6 +115,17 @@ def _penalise(logits: Tensor, prefix: Tensor, prompt_length: int, params: Sampli
         output = prefix[:, prompt_length:]
         counts = torch.zeros_like(logits).scatter_add_(1, output, torch.ones_like(output, dtype=logits.dtype))
         logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    return logits
+
+
+def _penalise_counted(logits: Tensor, counts: TokenCounts, params: SamplingParams) -> Tensor:
+    """The same. It takes longer for a row on a CPU; on a GPU, sending the prefix of each row takes longest."""
+    text, output = counts
+    if text is not None:
+        seen = torch.where(logits < 0, logits * params.repetition_penalty, logits / params.repetition_penalty)
+        logits = torch.where(text > 0, seen, logits)
+    if output is not None:
+        logits = logits - params.frequency_penalty * output - params.presence_penalty * (output > 0)
     return logits
 
 
@@ -156,6 +191,8 @@ class Sampler:
         self.params = params
         self.prompt_length = prompt_length
         self._processed: dict[int, Tensor] = {}  # node → processed logits [V], if log-probabilities need them
+        self._counted = 0  # tokens of the text that `_counts` has
+        self._counts: TokenCounts | None = None  # [V] each
 
     def draws(self, tree: DraftTree, logits: Tensor, committed: list[int]) -> Callable[[int], int]:
         """A function from node to the target's token after that node.
@@ -163,16 +200,14 @@ class Sampler:
         On a CPU, or with processors, it draws on demand, so that only visited nodes are processed, in order. On a GPU
         all nodes are drawn at once.
         """
-        self._processed = {}
+        self.forget_processed()
         if logits.device.type == "cpu" or self.params.processors:
             return lambda node: int(self._draw(tree, logits, committed, torch.tensor([node])))
-        if not self.params.reads_prefix:
-            return self._draw(tree, logits, committed, torch.arange(len(tree))).tolist().__getitem__
-        drawn = torch.empty(len(tree), dtype=torch.long, device=logits.device)
-        for depth in range(int(tree.depth.max()) + 1):  # nodes of one depth have prefixes of one length
-            nodes = torch.nonzero(tree.depth == depth).flatten()
-            drawn[nodes.to(drawn.device)] = self._draw(tree, logits, committed, nodes)
-        return drawn.tolist().__getitem__
+        return self._draw(tree, logits, committed, torch.arange(len(tree))).tolist().__getitem__
+
+    def forget_processed(self) -> None:
+        """A new pass begins: processed logits of the last one mean nothing for its tree."""
+        self._processed = {}
 
     def draw_masked(self, tree: DraftTree, logits: Tensor, committed: list[int], node: int, mask: Tensor) -> int:
         """The token that follows a node, one of those that the mask [V] allows."""
@@ -181,11 +216,15 @@ class Sampler:
     def _draw(
         self, tree: DraftTree, logits: Tensor, committed: list[int], nodes: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """The tokens that follow these nodes [n] (of one depth, if the logits depend on the prefix)."""
+        """The tokens that follow these nodes [n]. On a CPU, and with processors, they have one depth."""
         whole = len(nodes) == len(tree) and not self.params.processors  # which may write into their input
         rows = logits if whole else logits[nodes.to(logits.device)]
-        prefix = self._prefixes(tree, committed, nodes, logits.device) if self.params.reads_prefix else None
-        rows = process(rows, prefix, self.prompt_length, self.params, mask)
+        prefix, counts = None, None
+        if self.params.processors or (self.params.reads_prefix and logits.device.type == "cpu"):
+            prefix = self._prefixes(tree, committed, nodes, logits.device)
+        elif self.params.reads_prefix:
+            counts = self._counts_before(tree, committed, nodes, rows)
+        rows = process(rows, prefix, self.prompt_length, self.params, mask, counts)
         if self.params.logprobs is not None and self.params.logprobs_mode == PROCESSED:
             self._processed.update(zip(nodes.tolist(), rows, strict=True))
         return self.pick(rows, len(committed) + tree.depth[nodes])
@@ -205,11 +244,42 @@ class Sampler:
             rows = rows + gumbel(self.params.noise_seed, positions.to(rows.device), _vocabulary(rows))
         return rows.argmax(-1)
 
+    def _counts_before(self, tree: DraftTree, committed: list[int], nodes: Tensor, rows: Tensor) -> TokenCounts:
+        """The counts of the tokens before each of these rows [n, V]: of the text, which are kept, and of the paths."""
+        if self._counts is None or self._counted > len(committed):
+            precise = torch.promote_types(rows.dtype, torch.float32)
+            self._counts, self._counted = TokenCounts.zeros(rows[0].to(precise), self.params), 0
+        text, output = self._counts
+        first = max(self._counted, self.prompt_length)
+        text, output = _added(text, committed[self._counted :]), _added(output, committed[first:])
+        self._counts, self._counted = TokenCounts(text, output), len(committed)
+        tokens = tree.tokens.tolist()
+        paths = [[tokens[node] for node in tree.path(node)[1:]] for node in nodes.tolist()]
+        return TokenCounts(_with_paths(text, paths), _with_paths(output, paths))
+
     @staticmethod
     def _prefixes(tree: DraftTree, committed: list[int], nodes: Tensor, device: torch.device) -> Tensor:
         tokens = tree.tokens.tolist()
         paths = [committed + [tokens[i] for i in tree.path(node)[1:]] for node in nodes.tolist()]
         return torch.tensor(paths, device=device)
+
+
+def _added(counts: Tensor | None, tokens: list[int]) -> Tensor | None:
+    """Counts [V] with these tokens more."""
+    if counts is None or not tokens:
+        return counts
+    return counts.index_add(0, torch.tensor(tokens, device=counts.device), counts.new_ones(len(tokens)))
+
+
+def _with_paths(counts: Tensor | None, paths: list[list[int]]) -> Tensor | None:
+    """Counts [V] with the tokens of each path more, [paths, V]."""
+    if counts is None:
+        return None
+    places = [(row, token) for row, path in enumerate(paths) for token in path]
+    if not places:
+        return counts.expand(len(paths), -1)
+    index = torch.tensor(places, device=counts.device).unbind(1)
+    return counts.repeat(len(paths), 1).index_put(index, counts.new_ones(len(places)), accumulate=True)
 
 
 def _vocabulary(rows: Tensor) -> Tensor:

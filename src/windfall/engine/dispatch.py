@@ -17,7 +17,7 @@ from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 
 if TYPE_CHECKING:
-    from windfall.engine.gpu.batch.runner import GpuBatchRunner
+    from windfall.engine.gpu.batch.build import Paged
     from windfall.engine.gpu.runner import GpuRunner
 
 
@@ -42,7 +42,7 @@ class Dispatcher:
         self.target, self.drafter, self.options = target, drafter, options
         self._built: Route | None = None
         self._warned = False
-        self._batch: tuple[GpuRunner, object, GpuBatchRunner | str] | None = None  # and what it was made for
+        self._paged: tuple[GpuRunner, object, Paged] | None = None  # and what it was made for
         self.batch_fallback = ""  # why several requests do not run on the GPU runner; empty if they do
 
     @property
@@ -89,36 +89,35 @@ class Dispatcher:
             stacklevel=2,
         )
 
-    def batch_runner(
-        self, policy: TreePolicy, online_costs: OnlineCosts, seats: int, memory: int | None
-    ) -> GpuBatchRunner | None:
-        """Decodes several requests with this policy on the GPU; None if `batch_fallback` has a reason.
+    def paged(self, policy: TreePolicy, online_costs: OnlineCosts, seats: int, memory: int | None) -> Paged | None:
+        """Runs requests with this policy on a KV cache in pages; None if pages are off or there is no GPU runner.
 
-        It is kept, with its captured graphs and known pages, until one of these changes.
+        It is kept, with its captured graphs and known pages, until one of these changes. `batch_fallback` says why it
+        has no rounds.
         """
         self._drop_outdated()
         built, key = self.build(), (policy, seats, memory)
         if built.runner is None or not self.options.pages:
             self.batch_fallback = built.fallback or "pages are off"
             return None
-        if self._batch is None or self._batch[:2] != (built.runner, key):
-            from windfall.engine.gpu.batch.build import batch_runner
+        if self._paged is None or self._paged[:2] != (built.runner, key):
+            from windfall.engine.gpu.batch.build import paged
 
-            self._release_batch()
-            self._batch = (built.runner, key, batch_runner(built.runner, policy, online_costs, seats, memory))
-        made = self._batch[2]
-        self.batch_fallback = made if isinstance(made, str) else ""
-        return None if isinstance(made, str) else made
+            self._release_pages()
+            self._paged = (built.runner, key, paged(built.runner, policy, online_costs, seats, memory))
+        made = self._paged[2]
+        self.batch_fallback = made.reason
+        return made
 
     def forget_prefixes(self) -> None:
         """Let the runner for batches process prompts again that it has processed before; no request may run."""
-        if self._batch is not None and not isinstance(self._batch[2], str):
-            self._batch[2].pool.clear()
+        if self._paged is not None and self._paged[2].target is not None:
+            self._paged[2].target.cache.pool.clear()
 
-    def _release_batch(self) -> None:
-        """Free the memory of the runner for batches: that of another one may be a share of what is free."""
-        old, self._batch = self._batch, None
-        if old is not None and not isinstance(old[2], str):
+    def _release_pages(self) -> None:
+        """Free the memory of the pages: that of others may be a share of what is free."""
+        old, self._paged = self._paged, None
+        if old is not None:
             old[2].close()
             del old
             if self.target.device.type == "cuda":
@@ -131,7 +130,7 @@ class Dispatcher:
 
     def forget_runner(self) -> None:
         """Build a new GPU runner for the next request."""
-        self._built = self._batch = None
+        self._built = self._paged = None
 
     def route(self, sequences: list[Sequence], costs: Costs) -> Route:
         """How these sequences run, which are decoded together.

@@ -31,6 +31,7 @@ from windfall.engine.host_runner import HostRunner
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.lone_runner import LoneRunner
 from windfall.engine.memory import as_bytes, default_bytes
+from windfall.engine.paged_host_runner import PagedHostRunner, share_pages
 from windfall.engine.prompts import Prompt as Prompt
 from windfall.engine.prompts import PromptEncoder
 from windfall.engine.request import Handle, Request, Sink
@@ -49,6 +50,7 @@ from windfall.model.target import Target
 from windfall.policies.base import TreePolicy
 
 if TYPE_CHECKING:
+    from windfall.engine.gpu.batch.build import Paged
     from windfall.engine.gpu.batch.runner import GpuBatchRunner
     from windfall.engine.gpu.runner import GpuRunner
 
@@ -319,18 +321,26 @@ class Engine:
             return False
         return self._paged_runner() is not None
 
+    def _paged(self) -> Paged | None:
+        return self._dispatcher.paged(self.policy, self.online_costs, self.max_requests, self._kv_memory)
+
     def _paged_runner(self) -> GpuBatchRunner | None:
-        return self._dispatcher.batch_runner(self.policy, self.online_costs, self.max_requests, self._kv_memory)
+        paged = self._paged()
+        return None if paged is None else paged.rounds
 
     def _batch_runner(self) -> BatchRunner:
-        in_pages, others = self._paged_runner(), self._unpaged_runner()
-        if in_pages is None:
-            return others
-        together = SplitRunner(in_pages, others, in_pages.suits)
-        return LoneRunner(self._unpaged_runner(), together) if in_pages.undrafted else together
+        paged = self._paged()
+        if paged is None or paged.target is None:
+            return self._unpaged_runner()
+        alone, rounds = SerialRunner(self._steps_alone), paged.rounds
+        on_host = PagedHostRunner(paged.target, self.drafter, self.online_costs)
+        if rounds is None:
+            return LoneRunner(alone, on_host)
+        together = SplitRunner(rounds, LoneRunner(alone, on_host), rounds.suits, partial(share_pages, rounds, on_host))
+        return LoneRunner(SerialRunner(self._steps_alone), together) if rounds.undrafted else together
 
     def _unpaged_runner(self) -> BatchRunner:
-        """Decodes requests that do not use the paged KV cache."""
+        """Decodes requests where there is no KV cache in pages."""
         if self.exact_passes:
             return SerialRunner(self._steps_alone)
         memory = default_bytes(self.target.device) if self._kv_memory is None else self._kv_memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +23,8 @@ from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
 from windfall.engine.shared_budget import BatchRound, Grower, SharedBudgets
 from windfall.grammar.guide import Guide
-from windfall.model.target import Target
 from windfall.policies.budget import Sizes
 from windfall.policies.context import Context
-
-if TYPE_CHECKING:
-    from windfall.engine.gpu.host_policy import GraphTarget
 
 T = TypeVar("T")
 
@@ -36,12 +32,38 @@ NOTHING: tuple[tuple[int, ...], str] = ((), "")  # tokens and text of a sequence
 USUAL_PENDING_TOKENS = 16  # a drafter that drafted in the last cycle has to take in no more than this
 
 
+class LoopTarget(Protocol):
+    """What the loop needs from a target. Lists have one entry for each sequence, always in the same order."""
+
+    @property
+    def recordings(self) -> int:
+        """CUDA graphs captured so far."""
+
+    def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
+        """Start new sequences; returns the states at `taps` of all tokens but the last."""
+
+    def join(self, prompts: list[list[int]]) -> list[Tensor] | None:
+        """Add sequences to those that run; returns what `prefill` returned for them, at the same taps."""
+
+    def score(self, trees: list[DraftTree]) -> list[Scores]:
+        """One pass over all trees."""
+
+    def commit(self, paths: list[Tensor]) -> None:
+        """Keep the rows of these nodes of the trees last scored."""
+
+    def states(self, hidden: Tensor, path: Tensor) -> Tensor:
+        """The hidden states [N, taps * H] of a committed path."""
+
+    def retain(self, keep: list[int]) -> None:
+        """Keep these sequences only."""
+
+
 class HostLoop:
     """Runs the cycles of sequences that are decoded together."""
 
     def __init__(
         self,
-        target: Target | GraphTarget,
+        target: LoopTarget,
         drafter: Drafter,
         online_costs: OnlineCosts,
         costs_are_of_gpu: bool = False,

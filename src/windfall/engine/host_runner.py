@@ -10,23 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from windfall.core.clock import now
 from windfall.core.types import Step
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import Drafter
 from windfall.engine.batch_runner import Outcome, Use
-from windfall.engine.host_loop import HostLoop
+from windfall.engine.host_loop import HostLoop, LoopTarget
 from windfall.engine.lockstep import Lockstep
 from windfall.engine.sequence import Sequence
 from windfall.model.target import Target
-
-if TYPE_CHECKING:
-    from windfall.engine.gpu.host_policy import GraphTarget
 
 TREE_ROWS = 64  # of a sequence in a cycle, as `fits` counts them
 
@@ -36,7 +31,7 @@ class HostRunner:
 
     def __init__(
         self,
-        target: Target | GraphTarget,
+        target: LoopTarget,
         drafter: Drafter,
         device: torch.device,
         online_costs: OnlineCosts,
@@ -76,7 +71,6 @@ class HostRunner:
         try:
             if running and self.drafter.can_join:
                 prompts, dice = [list(each.tokens) for each in sequences], [each.dice for each in sequences]
-                assert isinstance(self.target, Target)
                 self.drafter.join(prompts, self.target.join(prompts), dice)
             else:
                 self._start([*running, *sequences])
@@ -145,9 +139,7 @@ class HostRunner:
     def _start(self, sequences: list[Sequence]) -> None:
         """Empty the caches, and prefill these sequences together."""
         prompts, taps = [list(sequence.tokens) for sequence in sequences], self.drafter.taps
-        hidden: list[Tensor] | None = [] if taps else None
-        if prompts or isinstance(self.target, Target):
-            hidden = self.target.prefill(prompts, taps)
+        hidden = self.target.prefill(prompts, taps)
         if prompts or self.drafter.can_join:  # other drafters may not expect an empty list
             self.drafter.start(prompts, hidden, [sequence.dice for sequence in sequences])
 
@@ -170,7 +162,7 @@ class HostRunner:
                 outcomes.update(self._round())
             except Exception as error:
                 outcomes[sequence] = error
-        self.live = {n: each for n, each in everyone.items() if not isinstance(outcomes[each], Exception)}
+        self.live = {n: each for n, each in everyone.items() if not isinstance(outcomes.get(each), Exception)}
         self._start(list(self.live.values()))
         return outcomes
 

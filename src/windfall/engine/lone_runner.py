@@ -11,8 +11,9 @@ from windfall.engine.sequence import Sequence
 class LoneRunner:
     """A `BatchRunner` of two. A text that joins when no other runs is decoded by the first, until others join.
 
-    It then moves to the second, which prefills it again. On a GPU this is for drafters that work on the host: they
-    speed up a single text, but texts that run together are faster in plain passes that they share.
+    It then moves to the second, which prefills it again. A text that is left over moves back if it no longer fits into
+    the second's memory. On a GPU this is for texts that need the host: a single one drafts in CUDA graphs, or with a
+    drafter on the host, and several share passes.
     """
 
     def __init__(self, alone: BatchRunner, together: BatchRunner):
@@ -21,6 +22,8 @@ class LoneRunner:
         self._others: set[Sequence] = set()  # that run together
 
     def join(self, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
         if len(sequences) == 1 and not self._lone and not self._others:
             self._alone.join(sequences)
             self._lone = list(sequences)
@@ -42,7 +45,18 @@ class LoneRunner:
         self._others.difference_update(leaving)
 
     def round(self) -> dict[Sequence, Outcome]:
+        if len(self._others) == 1:
+            self._move_back(*self._others)
         return self._active.round()
+
+    def _move_back(self, last: Sequence) -> None:
+        """Let the first runner decode the last text, if it does not fit into the memory of the second."""
+        if self._together.has_room or self._together.fits({last: len(last.tokens)}):
+            return
+        self._together.leave([last])
+        self._others.clear()
+        self._alone.join([last])
+        self._lone = [last]
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """A sequence that has not joined yet runs alone if no other runs."""

@@ -132,6 +132,7 @@ class Sequence:
         """
         if scores.draws is not None:
             draw: Callable[[int], int] = scores.draws.__getitem__  # node → the target's own token after it
+            self.sampler.forget_processed()
         else:
             draw = self.sampler.draws(tree, scores.logits, self.tokens)
         guide, ahead = self.guide, list(self.tokens)

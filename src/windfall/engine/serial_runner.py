@@ -1,4 +1,4 @@
-"""Requests that cannot share passes: they run one after the other, each as it would alone."""
+"""Requests that run one after the other, each as it would alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from windfall.engine.sequence import Sequence
 class SerialRunner:
     """A `BatchRunner` that decodes the sequence that joined first, while the others wait.
 
-    On a GPU this is for requests whose sampling or policy needs the host in every cycle. The logits of a text that runs
-    alone do not depend on other requests. In a padded batch they would.
+    On a GPU it decodes a request that needs the host in every cycle, while there is only one of them. Where the model
+    cannot use a KV cache in pages, it decodes several, one after the other: in a padded batch, the logits of a text
+    would depend on the other requests.
     """
 
     def __init__(self, decode: Callable[[Sequence], Iterator[Step]]):

@@ -7,15 +7,21 @@ from collections.abc import Callable, Iterable, Mapping
 from windfall.engine.batch_runner import BatchRunner, Outcome, Use, shorter
 from windfall.engine.sequence import Sequence
 
+Lengths = Mapping[Sequence, int]  # the tokens of each sequence
+
 
 class SplitRunner:
-    """A `BatchRunner` of two, each with memory of its own.
+    """A `BatchRunner` of two. `suits` says whether the first can take a sequence; the second takes all others."""
 
-    `suits` says whether the first can take a sequence; the second takes all others.
-    """
-
-    def __init__(self, first: BatchRunner, second: BatchRunner, suits: Callable[[Sequence], bool]):
-        self.first, self.second, self._suits = first, second, suits
+    def __init__(
+        self,
+        first: BatchRunner,
+        second: BatchRunner,
+        suits: Callable[[Sequence], bool],
+        fit_together: Callable[[Lengths, Lengths], bool] | None = None,
+    ):
+        """`fit_together(mine, others)`: whether sequences of both runners fit, if they share memory."""
+        self.first, self.second, self._suits, self._fit_together = first, second, suits, fit_together
         self._mine: set[Sequence] = set()  # that run in the first
         self._others: set[Sequence] = set()  # that run in the second
 
@@ -48,8 +54,11 @@ class SplitRunner:
             return self.first.fits(lengths)
         new = lengths.keys() - self._mine - self._others
         others = {each: lengths[each] for each in {*new, *self._others} if each in lengths and not self._takes(each)}
-        mine = lengths if not others else {each: length for each, length in lengths.items() if each not in others}
-        return self.first.fits(mine) and (not others or self.second.fits(others))
+        if not others:
+            return self.first.fits(lengths)
+        mine = {each: length for each, length in lengths.items() if each not in others}
+        both = self._fit_together is None or self._fit_together(mine, others)
+        return both and self.first.fits(mine) and self.second.fits(others)
 
     @property
     def has_room(self) -> bool:

@@ -155,7 +155,7 @@ class Budget:
     def without_drafter(self) -> PlainRounds | None:
         """The budget of batches whose drafter works on the host, so that rounds on a GPU cannot draft.
 
-        None: there is no such budget, and requests run one after the other.
+        None: there is no such budget, and requests are drafted in the host loop.
         """
         return None
 

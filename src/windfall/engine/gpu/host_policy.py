@@ -56,11 +56,16 @@ class GraphTarget:
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], taps: tuple[int, ...] = ()) -> list[Tensor] | None:
+        if not prompts:
+            return [] if taps else None
         (prompt,) = prompts
         self.gpu_target.set_sampling(self.params)
         given = place(prompt[:-1], self.gpu_target.device)
         pieces = [None if states is None else states.clone() for states in self.gpu_target.prefill(given)]
         return [torch.cat([piece for piece in pieces if piece is not None])] if taps else None
+
+    def join(self, prompts: list[list[int]]) -> list[Tensor] | None:
+        raise NotImplementedError("there is one sequence at a time")
 
     def score(self, trees: list[DraftTree]) -> list[Scores]:
         """Scores include the target's draws if sampling depends on the logits alone."""

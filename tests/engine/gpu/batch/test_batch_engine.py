@@ -102,7 +102,7 @@ def test_a_drafter_that_reads_no_pages_is_found_before_memory_is_used(monkeypatc
     found = made("beam", "lm")
     monkeypatch.setattr("windfall.engine.gpu.batch.drafters.in_pages", reads_none)
     monkeypatch.setattr(batch_runner, "BatchState", lambda *_: pytest.fail("memory was used"))
-    assert found._dispatcher.batch_runner(found.policy, found.online_costs, 2, None) is None
+    assert found._paged_runner() is None
     assert found.batch_fallback == "its attention is odd"
 
 
@@ -110,7 +110,7 @@ def test_heads_that_are_too_wide_for_pages_are_refused(monkeypatch: pytest.Monke
     found = made("beam", "lm")
     monkeypatch.setattr("windfall.engine.gpu.batch.build.fits_pages", lambda *_: False)
     monkeypatch.setattr(batch_runner, "BatchState", lambda *_: pytest.fail("memory was used"))
-    assert found._dispatcher.batch_runner(found.policy, found.online_costs, 2, None) is None
+    assert found._paged_runner() is None
     assert found.batch_fallback == (
         "attention over pages needs too much shared memory for heads of width 8 on this GPU"
     )
@@ -123,7 +123,7 @@ def test_nothing_keeps_what_a_runner_had_when_it_could_not_be_made(monkeypatch: 
     found = made("beam")
     monkeypatch.setattr(batch_runner, "Round", fails)
     with pytest.raises(torch.OutOfMemoryError):
-        found._dispatcher.batch_runner(found.policy, found.online_costs, 2, None)
+        found._dispatcher.paged(found.policy, found.online_costs, 2, None)
     assert found.gpu_runner is not None and not found.gpu_runner.gpu_target.graph_cache.independent
 
 

@@ -13,7 +13,9 @@ from helpers.tiny import prompt
 from windfall.core.types import GpuOptions, SamplingParams
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch.drafters import drafter_forward
+from windfall.engine.gpu.batch.paged_cache import PagedCache
 from windfall.engine.gpu.batch.prefill import MAX_WAITS, SHARED_ROWS
+from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS
 from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
 from windfall.engine.gpu.batch.target import Kind
 from windfall.engine.gpu.drafters import drafter_form
@@ -59,7 +61,8 @@ class Batch:
         form = drafter_form(made.drafter, made.target.device)
         assert not isinstance(form, str)
         policy = Given(Always(sizes))
-        given = gpu_target, form, drafter_forward(form), policy, policy.budget(), made.online_costs, limits
+        cache = PagedCache(gpu_target, limits.pages, MAX_ROUND_ROWS)
+        given = cache, form, drafter_forward(form), policy, policy.budget(), made.online_costs, limits
         self.runner = GpuBatchRunner(*given)
 
     def text(self, tokens: list[int], **sampling: Any) -> Sequence:

@@ -55,10 +55,18 @@ def test_policies_that_must_draft_keep_the_host() -> None:
     made.close()
 
 
+class Text(str):
+    """A text of as many tokens as its name has letters."""
+
+    @property
+    def tokens(self) -> list[str]:
+        return [*self]
+
+
 class Fake:
     """A runner that writes down who has joined. It refuses texts named "bad"."""
 
-    max_length, has_room = 9, True
+    max_length, has_room = 9, False
 
     def __init__(self, name: str):
         self.texts: list[str] = []
@@ -82,7 +90,7 @@ class Fake:
 def test_who_runs_where() -> None:
     alone, together = Fake("alone"), Fake("together")
     runner = LoneRunner(alone, together)  # type: ignore[arg-type]
-    texts: Any = ["a", "b", "bad", "c"]
+    texts: Any = [*map(Text, ("a", "b", "bad", "c"))]
     assert runner.fits({texts[0]: 20}) and runner.round() == {}
     runner.join(texts[:1])
     assert runner.round() == {"a": "alone"} and not runner.fits({texts[0]: 5, texts[1]: 5})
@@ -97,3 +105,23 @@ def test_who_runs_where() -> None:
     runner.leave(texts)
     runner.join(texts[1:2])
     assert runner.round() == {"b": "alone"}
+
+
+def test_a_text_stays_alone_if_nothing_joins() -> None:
+    """`SplitRunner` also joins an empty list, when all new texts are for its other runner."""
+    runner = LoneRunner(Fake("alone"), Fake("together"))  # type: ignore[arg-type]
+    runner.join([Text("a")])  # type: ignore[list-item]
+    runner.join([])
+    assert runner.round() == {"a": "alone"}
+
+
+def test_a_text_that_is_left_over_moves_back_if_it_no_longer_fits() -> None:
+    alone, together = Fake("alone"), Fake("together")
+    runner = LoneRunner(alone, together)  # type: ignore[arg-type]
+    short, long = Text("ab"), Text("a long text")
+    runner.join([short, long])  # type: ignore[list-item]
+    assert runner.round() == {short: "together", long: "together"}
+    runner.leave([short])  # type: ignore[list-item]
+    assert runner.round() == {long: "alone"} and together.texts == []
+    runner.join([short])  # type: ignore[list-item]
+    assert runner.round() == {long: "together", short: "together"} and alone.texts == []

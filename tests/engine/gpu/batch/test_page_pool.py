@@ -55,6 +55,20 @@ def test_a_text_that_is_computed_twice_is_remembered_once() -> None:
     assert pool.find(text(1, 2)) == []
 
 
+def test_pages_in_use_when_all_are_forgotten_are_not_remembered() -> None:
+    pool = PagePool(9)
+    mine = pool.take(1)
+    pool.clear()
+    mine += pool.take(1)
+    pool.remember(text(1, 2), mine)
+    assert pool.find(text(1, 2)) == []
+    pool.release(mine)
+    assert pool.free == pool.pages
+    mine = pool.take(8)
+    pool.remember(text(1, 2), mine)
+    assert pool.find(text(1, 2)) == mine[:2]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_requests_leave_nothing_behind(seed: int) -> None:
     chance, pool = random.Random(seed), PagePool(12)

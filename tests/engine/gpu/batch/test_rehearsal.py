@@ -52,7 +52,8 @@ def test_pages_are_free_again_and_nothing_is_learned() -> None:
     device.prepare(progress=shares.append)
     assert shares == [0.25, 0.5, 0.75, 1.0]
     assert all(calibrator.observed == 0 for calibrator in device.calibrators.values())
-    runner = device._dispatcher.batch_runner(device.policy, device.online_costs, 2, None)
+    made = device._dispatcher.paged(device.policy, device.online_costs, 2, None)
+    runner = made and made.rounds
     assert runner is not None and runner.pool.available == runner.pool.pages and not runner.busy and runner.learns
 
 

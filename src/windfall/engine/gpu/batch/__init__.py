@@ -11,6 +11,9 @@ the passes. `prefill` and `chunks` process prompts: while texts run, a few waiti
 prompts get passes of their own, one between two rounds. `results` makes Steps when they are read, and `learning` uses
 the time in which the host would wait. `rehearsal` captures and measures the usual rounds before the first request.
 
+Requests that need the host in every cycle run in the host loop, on the same KV cache (`paged_cache`): `paged_target`
+verifies the trees of all of them in one pass.
+
 The last token of a known beginning is computed again, because the drafter needs the target's state there. When weights
 change, all known pages are dropped.
 """

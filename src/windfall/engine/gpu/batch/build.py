@@ -1,11 +1,16 @@
-"""Makes the runner for batches of an engine, as far as its models, its policy and the memory allow one."""
+"""Makes what runs the requests of an engine on a KV cache in pages, as far as models, policy and memory allow it."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from windfall.costs.online import OnlineCosts
 from windfall.drafters.base import BlockForm, GpuForm, HeadForm
 from windfall.engine.gpu.batch.drafters import drafter_forward
-from windfall.engine.gpu.batch.runner import GpuBatchRunner, Limits
+from windfall.engine.gpu.batch.paged_cache import PagedCache
+from windfall.engine.gpu.batch.paged_target import PagedTarget
+from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS
+from windfall.engine.gpu.batch.runner import SEATS, GpuBatchRunner, Limits
 from windfall.engine.gpu.forward import PagedForward, Unsupported
 from windfall.engine.gpu.runner import GpuRunner
 from windfall.engine.gpu.target import GpuTarget, in_pages
@@ -14,52 +19,93 @@ from windfall.heads.layers import head_dim
 from windfall.kernels.attention import fits_pages
 from windfall.kernels.pages import PAGE_TOKENS, pages_for
 from windfall.policies.base import TreePolicy
-from windfall.policies.budget import OwnSizes
+from windfall.policies.budget import Budget, OwnSizes
 from windfall.policies.plan import Plan
 
 MAX_CONTEXT = 32_768  # tokens of a text, if the model has no limit
 
 
-def batch_runner(
-    runner: GpuRunner, policy: TreePolicy, online_costs: OnlineCosts, seats: int, memory: int | None
-) -> GpuBatchRunner | str:
-    """A runner for requests with this policy, at most `seats` at a time; or why there is none.
+class Paged(NamedTuple):
+    """What runs requests on a KV cache in pages."""
+
+    rounds: GpuBatchRunner | None = None  # for requests that share a budget and draw their tokens on the device
+    reason: str = ""  # why there is no runner for these
+    target: PagedTarget | None = None  # for other requests, in the host loop
+
+    def close(self) -> None:
+        """Drop the graphs and the queued work, which would otherwise keep the memory in use."""
+        for each in (self.rounds, self.target):
+            if each is not None:
+                each.close()
+
+
+class Drafting(NamedTuple):
+    """How the requests of a `GpuBatchRunner` are drafted."""
+
+    budget: Budget
+    form: GpuForm | None
+    forward: PagedForward | None
+    undrafted: str  # why they are not, although the policy would
+    passes: int
+    width: int
+    k: int
+
+
+def paged(runner: GpuRunner, policy: TreePolicy, online_costs: OnlineCosts, seats: int, memory: int | None) -> Paged:
+    """What runs requests with this policy, at most `seats` at a time, as far as models, policy and memory allow it.
 
     `memory`: bytes for KV caches; None: a share of the free memory.
     """
-    gpu_target, form, plan, budget = runner.gpu_target, runner.drafter_form, policy.cached_plan, policy.budget()
+    gpu_target = runner.gpu_target
+    try:
+        check_width(in_pages(gpu_target.forward), gpu_target)
+    except Unsupported as unsupported:
+        return Paged(reason=str(unsupported))
+    drafting, reason = _drafting(runner, policy)
+    longest = runner.target.context or MAX_CONTEXT
+    pages = seats * pages_for(longest) + 1
+    memory = default_bytes(gpu_target.device) if memory is None else memory
+    if memory is not None:
+        pages = min(pages, memory // page_bytes(gpu_target, drafting))
+    if pages < 2:
+        return Paged(reason="its memory has no room for a page")
+    longest = min(longest, (pages - 1) * PAGE_TOKENS)
+    cache = PagedCache(gpu_target, pages, MAX_ROUND_ROWS if drafting else 0)
+    rounds = None
+    if drafting is not None:
+        limits = Limits(seats, pages, longest, drafting.passes, drafting.width, drafting.k)
+        costs = OnlineCosts(online_costs.costs, online_costs.learns)
+        how = policy, drafting.budget, costs, limits, drafting.undrafted
+        rounds = GpuBatchRunner(cache, drafting.form, drafting.forward, *how)
+    target = PagedTarget(cache, min(seats, SEATS[-1]), longest, rounds is None or rounds.drafter is None)
+    return Paged(rounds, reason, target)
+
+
+def _drafting(runner: GpuRunner, policy: TreePolicy) -> tuple[Drafting | None, str]:
+    """How requests with this policy are drafted in rounds; None and the reason if they cannot run in rounds."""
+    form, plan, budget = runner.drafter_form, policy.cached_plan, policy.budget()
     if budget is None:
-        return "its policy decides during a cycle, on the host"
+        return None, "its policy decides during a cycle, on the host"
     if isinstance(budget, OwnSizes) and plan is not None and (reason := rule_unsupported(plan)):
-        return reason
+        return None, reason
     largest = budget.largest
     if largest is None:
-        return "its budget does not say how large its rounds can be"
+        return None, "its budget does not say how large its rounds can be"
     undrafted = runner.drafter_unsupported if largest.passes and form is None else ""
     if undrafted:
         plain = budget.without_drafter()
         if plain is None:
-            return undrafted
+            return None, undrafted
         budget, largest = plain, plain.largest
     passes, width, k = largest[:3]
-    longest = runner.target.context or MAX_CONTEXT
-    pages = seats * pages_for(longest) + 1
     form = form if passes else None
     try:
-        check_width(in_pages(gpu_target.forward), gpu_target)
-        drafting = drafter_forward(form)
-        if drafting is not None:
-            check_width(drafting, gpu_target)
-        memory = default_bytes(gpu_target.device) if memory is None else memory
-        if memory is not None:
-            pages = min(pages, memory // page_bytes(gpu_target, form, drafting))
-        if pages < 2:
-            return "its memory has no room for a page"
-        limits = Limits(seats, pages, min(longest, (pages - 1) * PAGE_TOKENS), passes, width, k)
-        costs = OnlineCosts(online_costs.costs, online_costs.learns)
-        return GpuBatchRunner(gpu_target, form, drafting, policy, budget, costs, limits, undrafted)
+        forward = drafter_forward(form)
+        if forward is not None:
+            check_width(forward, runner.gpu_target)
     except Unsupported as unsupported:
-        return str(unsupported)
+        return None, str(unsupported)
+    return Drafting(budget, form, forward, undrafted, passes, width, k), ""
 
 
 def rule_unsupported(plan: Plan) -> str:
@@ -75,14 +121,15 @@ def check_width(forward: PagedForward, gpu_target: GpuTarget) -> None:
         raise Unsupported(f"attention over pages needs too much shared memory for heads of width {width} on this GPU")
 
 
-def page_bytes(gpu_target: GpuTarget, form: GpuForm | None, drafting: PagedForward | None) -> int:
+def page_bytes(gpu_target: GpuTarget, drafting: Drafting | None) -> int:
     """Bytes of a page in the KV caches of target and drafter."""
+    form, forward = (None, None) if drafting is None else (drafting.form, drafting.forward)
     layers, heads, width = gpu_target.forward.shape
     total: int = 2 * layers * heads * width * gpu_target.dtype.itemsize
     if isinstance(form, HeadForm | BlockForm):
         layer = form.head.config.layer
         total += 2 * layer.num_hidden_layers * layer.num_key_value_heads * head_dim(layer) * form.head.dtype.itemsize
-    elif form is not None and drafting is not None:
-        layers, heads, width = drafting.shape
+    elif form is not None and forward is not None:
+        layers, heads, width = forward.shape
         total += 2 * layers * heads * width * form.decoder.dtype.itemsize
     return total * PAGE_TOKENS

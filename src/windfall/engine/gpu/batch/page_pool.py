@@ -27,6 +27,7 @@ class PagePool:
         self._prefixes: dict[Prefix, int] = {}
         self._prefix_of: dict[int, Prefix] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()  # known pages without users, the oldest first
+        self._outdated: set[int] = set()  # pages that were in use at the last `clear`, and still are
 
     @property
     def available(self) -> int:
@@ -69,6 +70,8 @@ class PagePool:
                 return  # another page holds the same tokens and is the one that is found
             prefix = before, tuple(tokens[number * PAGE_TOKENS : (number + 1) * PAGE_TOKENS])
             page = pages[number]
+            if page in self._outdated:
+                return
             if page not in self._prefix_of and prefix not in self._prefixes:
                 self._prefixes[prefix], self._prefix_of[page] = page, prefix
 
@@ -79,17 +82,22 @@ class PagePool:
             assert self._users[page] >= 0
             if self._users[page]:
                 continue
+            self._outdated.discard(page)
             if page in self._prefix_of:
                 self._unused[page] = None
             else:
                 self._free.append(page)
 
     def clear(self) -> None:
-        """Forget all known pages, for instance because the model's weights have changed."""
+        """Forget all known pages, for instance because the model's weights have changed.
+
+        Those that are in use are not remembered later, either.
+        """
         self._free.extend(self._unused)
         self._unused.clear()
         self._prefixes.clear()
         self._prefix_of.clear()
+        self._outdated = {page for page, users in enumerate(self._users) if users}
 
     def _use(self, page: int) -> None:
         self._users[page] += 1

@@ -21,7 +21,7 @@ from windfall.engine.batch_runner import Outcome, Use
 from windfall.engine.gpu.batch.chunks import Prompt
 from windfall.engine.gpu.batch.drafters import batch_drafter
 from windfall.engine.gpu.batch.learning import SpareTime, learn
-from windfall.engine.gpu.batch.page_pool import PagePool
+from windfall.engine.gpu.batch.paged_cache import PagedCache
 from windfall.engine.gpu.batch.prefill import SHARED_ROWS, Prefill
 from windfall.engine.gpu.batch.results import BatchStep, Results, Sample
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS, SAMPLED, Round, round_rows
@@ -31,7 +31,6 @@ from windfall.engine.gpu.batch.target import BatchTarget, Kind
 from windfall.engine.gpu.cycle import kernel_rule
 from windfall.engine.gpu.events import DeviceEvent, Events
 from windfall.engine.gpu.forward import PagedForward
-from windfall.engine.gpu.target import GpuTarget, in_pages
 from windfall.engine.sequence import Sequence
 from windfall.kernels.pages import PAGE_TOKENS, pages_for, tile_rows
 from windfall.kernels.rules import Rule
@@ -92,7 +91,7 @@ class GpuBatchRunner:
 
     def __init__(
         self,
-        gpu_target: GpuTarget,
+        cache: PagedCache,
         form: GpuForm | None,
         drafting: PagedForward | None,
         policy: TreePolicy,
@@ -102,8 +101,9 @@ class GpuBatchRunner:
         undrafted: str = "",
     ):
         """`drafting` is the `drafter_forward` of `form`, and `budget` that of `policy`. `undrafted`: why requests are
-        decoded without drafts although the policy would draft. Raises Unsupported if the target cannot run on pages."""
-        forward = in_pages(gpu_target.forward)
+        decoded without drafts although the policy would draft."""
+        gpu_target, forward = cache.gpu_target, cache.forward
+        self.cache, self.pool = cache, cache.pool
         self.gpu_target, self.policy, self.budget, self.undrafted = gpu_target, policy, budget, undrafted
         limits = limits._replace(seats=min(limits.seats, SEATS[-1]))  # more requests wait
         self.costs = RoundCosts(online_costs.costs, ROUND_ROWS, online_costs.learns)
@@ -113,13 +113,13 @@ class GpuBatchRunner:
             gpu_target.graph_cache, limits.seats, pages, limits.passes + 1, limits.nodes, limits.passes + 1
         )
         rows = tile_rows(forward.group)
-        self.target = BatchTarget(gpu_target, self.state, limits.pages, MAX_ROUND_ROWS, rows)
+        self.target = BatchTarget(cache, self.state, rows)
         self.drafter = None if form is None or not limits.passes else batch_drafter(form, drafting, self.target)
         if self.drafter is not None:
             self.drafter.reserve(limits.width * limits.passes)
         self.work = Round(self.state, self.target, self.drafter)
         gpu_target.graph_cache.independent.add(self.state)  # at last: it keeps the state if anything else fails
-        self.pool = PagePool(limits.pages)
+        cache.lenders.add(self)
         self.texts: list[Sequence] = []  # by seat
         self._pages: dict[Sequence, list[int]] = {}
         self._launched: list[Launched] = []
@@ -131,8 +131,6 @@ class GpuBatchRunner:
         self._chance = random.Random(0)
         self._spare_time = SpareTime()
         self._pending = 1  # an upper bound on the tokens of a text that the drafter has to take in
-        self._watched = [weight for weight in gpu_target.weights if not weight.is_inference()]  # that have versions
-        self._versions = self._weight_versions()
         self._changed: set[Sequence] = set()  # texts whose acceptance the device does not know yet
         self._kinds: Counter[Kind] = Counter()  # how the texts draw their tokens
         self._rounds_with_room = 0  # until a text may need more pages
@@ -161,11 +159,12 @@ class GpuBatchRunner:
     # requests
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
-        """Whether there are pages for texts of these lengths; those that texts share are counted for each."""
-        if len(lengths) > self.limits.seats:
-            return False
-        needed = self._needed(np.fromiter(lengths.values(), np.int64, len(lengths)))
-        return int(needed.sum()) <= self.pool.pages
+        """Whether there are pages for texts of these lengths, if no other runner uses any."""
+        return len(lengths) <= self.limits.seats and self.pages_needed(lengths) <= self.pool.pages
+
+    def pages_needed(self, lengths: Mapping[Sequence, int]) -> int:
+        """Pages for texts of these lengths; those that texts share are counted for each."""
+        return int(self._needed(np.fromiter(lengths.values(), np.int64, len(lengths))).sum())
 
     @property
     def has_room(self) -> bool:
@@ -202,9 +201,7 @@ class GpuBatchRunner:
     @torch.inference_mode()
     def join(self, sequences: list[Sequence]) -> None:
         """Queue the prompts of these texts. They are processed between rounds, and then take part in them."""
-        if (versions := self._weight_versions()) != self._versions:  # what the pages hold is of other weights
-            self.pool.clear()
-            self._versions = versions
+        self.cache.forget_outdated()
         joined: list[Sequence] = []
         try:
             for text in sequences:
@@ -214,10 +211,6 @@ class GpuBatchRunner:
             self.leave(joined)
             raise
         self._set_span()
-
-    def _weight_versions(self) -> int:
-        """Grows when weights are changed in place."""
-        return sum([weight._version for weight in self._watched])
 
     def _seat(self, text: Sequence) -> None:
         """Give a text pages, and queue its prompt."""
@@ -277,18 +270,14 @@ class GpuBatchRunner:
     def _take(self, text: Sequence, held: int) -> list[int]:
         """Pages for a text that holds this number; while many are free, also some that it will need later."""
         needed = max(self._needed_by(text) - held, 0)
-        if needed > self.pool.available:
-            self._return_granted()
+        self.cache.make_room(needed)
         granted = 0
         if self.pool.free - needed > GRANTING_SHARE * self.pool.pages:
             most = pages_for(min(text.end + self._margin, self.state.longest))
-            granted = min(GRANTED_PAGES, max(most - held - needed, 0))
-        pages = self.pool.take(needed + granted)
-        if len(pages) < needed:
-            raise MemoryError(f"the KV cache has {self.pool.available} free pages, and {needed} are needed")
-        return pages
+            granted = min(GRANTED_PAGES, max(most - held - needed, 0), self.pool.available - needed)
+        return self.cache.take(needed + granted)
 
-    def _return_granted(self) -> None:
+    def return_granted(self) -> None:
         """Take back the pages that texts do not need yet."""
         for text, pages in self._pages.items():
             needed = self._needed_by(text)

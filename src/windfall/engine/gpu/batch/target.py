@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers
+from windfall.engine.gpu.batch.paged_cache import PagedCache
 from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.forward import Pass, Paths
-from windfall.engine.gpu.target import GpuTarget, Scored, in_pages
+from windfall.engine.gpu.target import Scored
 from windfall.kernels.batch_rows import BatchRows, Outcome
 from windfall.kernels.draw import draw
 from windfall.kernels.move import move
-from windfall.kernels.pages import PAGE_TOKENS, Pages
+from windfall.kernels.pages import Pages
 
 
 class Kind(NamedTuple):
@@ -40,14 +40,11 @@ class BatchTarget:
     straight into the pages.
     """
 
-    def __init__(self, gpu_target: GpuTarget, state: BatchState, pages: int, staged: int, tile_rows: int):
-        """`pages` of the KV cache, the unused one included, and `staged` rows after them."""
-        self.gpu_target, self.state, self.forward = gpu_target, state, in_pages(gpu_target.forward)
+    def __init__(self, cache: PagedCache, state: BatchState, tile_rows: int):
+        gpu_target = cache.gpu_target
+        self.gpu_target, self.state, self.forward = gpu_target, state, cache.forward
         self.taps, self.device, self.tile_rows = gpu_target.taps, gpu_target.device, tile_rows
-        layers, heads, width = self.forward.shape
-        self.staging = pages * PAGE_TOKENS
-        size = (2, layers, heads, self.staging + staged, width)
-        self.kv = torch.zeros(size, dtype=gpu_target.dtype, device=self.device)
+        self.kv, self.staging = cache.kv, cache.staging
         self.chunk = ChunkBuffers(self.device, state.seats, tile_rows)
 
     def prefill(self, chunk: Chunk) -> None:
