@@ -1,8 +1,8 @@
 """The server in several processes: one has the engine, and the others answer HTTP requests.
 
-The engine's thread and an event loop in one process share Python's interpreter lock, which costs a fast engine half of
-its speed. With `windfall serve --http-processes N`, N processes run the application. They tokenize prompts and decode
-texts. The process of the engine only generates.
+The engine's thread and an event loop in one process share Python's interpreter lock, so a fast engine waits for HTTP.
+With `windfall serve --http-processes N`, N processes run the application. They tokenize prompts and decode texts. The
+process of the engine only generates.
 
 Each HTTP process has a connection to the process of the engine, a pair of sockets with pickled `messages`, over a
 `channel`. After a round, one message has the Steps of all texts of an HTTP process.

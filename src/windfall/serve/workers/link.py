@@ -48,12 +48,16 @@ class SentText:
         self._cancelled = False
 
     def put(self, step: Step, now: float) -> None:
-        if self._detailed or step.finish is not None:
-            self._add((self.number, step.tokens, step.counts, self._details(step)))
-            if step.finish is not None:
-                self._forget()
-        else:
+        if not self._detailed and step.finish is None:
             self._add((self.number, step.tokens, step.counts, None))
+            return
+        try:
+            self._add((self.number, step.tokens, step.counts, self._details(step)))
+        except Exception as error:  # other requests must go on
+            self.cancel()
+            self.end(None, error)
+        if step.finish is not None:
+            self._forget()
 
     def _details(self, step: Step) -> Details:
         cycle = (step.node_arrays, step.seconds, step.whole_tree) if self._whole_steps else None
