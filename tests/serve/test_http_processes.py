@@ -25,6 +25,7 @@ from helpers.scheduling import held
 from helpers.serving import http, new_engine, running_as_processes, wait_for
 from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError, RoomError
+from windfall.serve import server
 from windfall.serve.admission import Admission
 from windfall.serve.backend import Job
 from windfall.serve.errors import ApiError, too_busy
@@ -270,12 +271,29 @@ def test_a_process_that_has_ended_is_replaced_and_sigterm_ends_all(folder: Path)
 
 
 @linux
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_no_process_is_left(folder: Path, number: int, code: int) -> None:
+def test_no_process_is_left_when_the_engine_is_killed(folder: Path) -> None:
     with served(folder, 1) as (process, _, processes):
-        process.send_signal(number)
-        assert process.wait(20) == code
+        process.kill()
+        process.wait(20)
         wait_for(lambda: all(map(ended, processes)))
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals need the main thread")
+def test_ctrl_c_ends_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets, pools = list[socket.socket](), list[pool.Pool]()
+    bind, run = server.bind, pool.Pool.run
+    monkeypatch.setattr(server, "bind", lambda *given: sockets.append(bind(*given)) or sockets[0])
+    monkeypatch.setattr(pool.Pool, "run", lambda made, *given: pools.append(made) or run(made, *given))
+
+    def interrupt() -> None:
+        wait_for(lambda: pools and status(f"{server.address(sockets[0])}/v1/models") == 200)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as threads:
+        interrupted = threads.submit(interrupt)
+        result = windfall("serve", "--target", folder, *QUICK, "--http-processes", "1")
+        interrupted.result()
+    assert result.exit_code == 130 and pools[0].ids == []
 
 
 def test_a_process_that_does_not_start_ends_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
