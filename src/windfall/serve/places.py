@@ -17,7 +17,7 @@ class Places:
         """`max_requests`: texts that run together."""
         self.max_requests, self.capacity = max_requests, max_requests + max_queue
         self._expected = 0  # texts that are about to be submitted
-        self._submitted = 0  # texts that have not ended
+        self._handles: dict[int, Handle] = {}  # of texts that have not ended, or only just
         self._lock = threading.Lock()
 
     @property
@@ -28,7 +28,8 @@ class Places:
     @property
     def taken(self) -> int:
         """Texts that run or wait, the expected ones included."""
-        return self._expected + self._submitted
+        with self._lock:
+            return self._count()
 
     def enter(self, texts: int) -> None:
         """Expect these texts, or refuse them. Then `fill` or `leave` must be called."""
@@ -38,7 +39,10 @@ class Places:
                 f"the request asks for {texts} texts at once; this server takes at most {self.capacity}",
             )
         with self._lock:
-            if (count := self.taken) + texts <= self.capacity:
+            count = self._expected + len(self._handles)
+            if count + texts > self.capacity:
+                count = self._count()  # takes longer
+            if count + texts <= self.capacity:
                 self._expected += texts
                 return
         running = min(count, self.max_requests)
@@ -48,7 +52,7 @@ class Places:
         """Count these texts, until they end, in the place of those that have entered."""
         with self._lock:
             self._expected -= entered
-            self._submitted += len(handles)
+            self._handles.update({handle.id: handle for handle in handles})
         for handle in handles:
             handle.add_done_callback(self._end)
 
@@ -56,6 +60,9 @@ class Places:
         """Expect these texts no longer."""
         self.fill([], entered)
 
-    def _end(self, _: Handle) -> None:
+    def _end(self, handle: Handle) -> None:
         with self._lock:
-            self._submitted -= 1
+            self._handles.pop(handle.id, None)
+
+    def _count(self) -> int:
+        return self._expected + sum(not handle.done for handle in self._handles.values())
