@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=12, help="prompts of each task")
     parser.add_argument("--tokens", type=int, default=128, help="length of an answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--http-processes", type=int, help="of the server; default: as `windfall serve`")
     parser.add_argument("--note", help="a sentence about the measurement, for example that the machine was shared")
     parser.add_argument("--engine", metavar="METHOD", help=argparse.SUPPRESS)  # this process holds the engine
     options = parser.parse_args()
@@ -52,7 +54,7 @@ def main() -> None:
         measured = measure(method, options)
         about |= measured.pop("about")
         rows += measured.pop("rows")
-    names = ("tasks", "clients", "requests", "limit", "tokens", "rounds", "kv_memory", "widen")
+    names = ("tasks", "clients", "requests", "limit", "tokens", "rounds", "kv_memory", "widen", "http_processes")
     settings = {
         **{name: getattr(options, name) for name in names},
         "tasks": [Path(task).name for task in options.tasks],
@@ -155,19 +157,18 @@ def serve_engine(options: argparse.Namespace) -> None:
     from windfall.bench.serving.workload import Level, Settings
     from windfall.bench.tasks import in_turns, load_tasks
     from windfall.bench.throughput.serve import engine_server
-    from windfall.cli.session import freeze_objects
+    from windfall.core.garbage import freeze_objects
     from windfall.serve import server
-    from windfall.serve.app import make_app
 
     answers, sys.stdout = sys.stdout, sys.stderr
     engine = load_engine(options)
-    with server.bind("127.0.0.1", 0) as bound:
-        uvicorn = server.make_server(make_app(engine))
+    with server.bind("127.0.0.1", 0) as bound, ExitStack() as started:
         engine.prepare()
         freeze_objects()
-        threading.Thread(target=uvicorn.run, kwargs={"sockets": [bound]}, daemon=True).start()
+        processes = start_server(engine, bound, options.http_processes, started)
         dtype, device = str(engine.target.decoder.dtype).removeprefix("torch."), engine.target.device.type
         about = {"target": Path(engine.target.name).name, "device": device, "dtype": dtype}
+        about["http_processes"] = processes
         print(json.dumps({**about, "url": server.address(bound)}), file=answers, flush=True)
         prompts, settings = in_turns(load_tasks(options.tasks, options.limit)), Settings(requests=options.requests)
         submit = engine_server(engine, 0.0)
@@ -176,6 +177,26 @@ def serve_engine(options: argparse.Namespace) -> None:
             asked = {count: settings.count(Level(count), len(prompts)) for count in json.loads(line)}
             found = [run(engine, submit, prompts, count, asked[count], options.tokens) for count in asked]
             print(json.dumps(found), file=answers, flush=True)
+
+
+def start_server(engine: Any, bound: socket.socket, processes: int | None, started: ExitStack) -> int:
+    """Serve in a thread; returns the number of HTTP processes, which end with the stack."""
+    from windfall.serve import server
+    from windfall.serve.admission import Admission
+    from windfall.serve.app import make_app
+    from windfall.serve.settings import DRAIN_SECONDS, Settings
+    from windfall.serve.workers import pool
+
+    count = pool.default_count(engine.target.device.type) if processes is None else processes
+    if not count:
+        uvicorn = server.make_server(make_app(engine))
+        threading.Thread(target=uvicorn.run, kwargs={"sockets": [bound]}, daemon=True).start()
+        return 0
+    made = started.enter_context(pool.http_processes(bound, count))
+    given = (Admission(engine, Settings()), "none", DRAIN_SECONDS)
+    threading.Thread(target=made.run, args=given, daemon=True).start()
+    made.ready.wait()
+    return count
 
 
 def load_engine(options: argparse.Namespace) -> Any:

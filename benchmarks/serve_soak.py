@@ -209,12 +209,12 @@ class Failing:
 
 def let_marked_fail(engine: Any) -> None:
     """Give texts with the marked prompt a processor that fails."""
-    usual, marked = engine.submit, engine.encode(MARK, raw=True)
+    usual, marked = engine.submit_ids, engine.encode(MARK, raw=True)
 
     def submit(prompt: Any, **given: Any) -> Any:
         return usual(prompt, **given, **({"processors": (Failing(),)} if prompt == marked else {}))
 
-    engine.submit = submit
+    engine.submit_ids = submit
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from same_text import long_prompt
 import windfall
 from windfall import registry
 from windfall.core.types import GpuOptions
-from windfall.engine.request import CANCELLED, DEADLINE, Handle
+from windfall.engine.handle import CANCELLED, DEADLINE, Handle
 from windfall.render import console
 
 SAMPLING: list[dict[str, Any]] = [

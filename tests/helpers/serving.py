@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -22,10 +24,16 @@ from windfall.drafters.lm import LMDrafter
 from windfall.engine.engine import Engine
 from windfall.model.target import Target
 from windfall.serve import server
-from windfall.serve.app import make_app
+from windfall.serve.admission import Admission
+from windfall.serve.app import app_over, make_app
 from windfall.serve.settings import Settings
+from windfall.serve.workers import process
+from windfall.serve.workers.channel import Channel
+from windfall.serve.workers.client import RemoteEngine
+from windfall.serve.workers.hub import Hub
 
 MODEL = "tiny"
+Serving = Callable[..., AbstractContextManager[str]]  # `running` or `running_apart`
 
 
 def new_engine(max_requests: int = 4, kv_memory: int | None = None) -> Engine:
@@ -66,9 +74,55 @@ def running(made: Engine, settings: Settings | None = None, drain_seconds: int =
 
 
 @contextmanager
-def app_running(app: FastAPI, drain_seconds: int = 5) -> Iterator[str]:
+def running_apart(made: Engine, settings: Settings | None = None, drain_seconds: int = 5) -> Iterator[str]:
+    """The address of a server whose application sees the engine through the messages of an HTTP process."""
+    with running_as_processes(made, 1, settings, drain_seconds) as (url,):
+        yield url
+
+
+@contextmanager
+def running_as_processes(
+    made: Engine, count: int, settings: Settings | None = None, drain_seconds: int = 5
+) -> Iterator[list[str]]:
+    """The addresses of HTTP processes of one server, which run in threads of this process: that starts faster."""
+    hub, ended = Hub(Admission(made, settings or Settings())), threading.Event()
+
+    def pass_messages() -> None:
+        while not ended.is_set():
+            hub.step(0.2)
+
+    thread = threading.Thread(target=pass_messages)
+    with ExitStack() as running:
+        backends = [connected(hub, made, drain_seconds, running) for _ in range(count)]
+        thread.start()
+        try:
+            yield [
+                running.enter_context(app_running(app_over(each), drain_seconds, partial(each.attach, lambda: None)))
+                for each in backends
+            ]
+        finally:
+            running.pop_all().close()  # they need the hub until then
+            ended.set()
+            hub.wake()
+            thread.join(30)
+            hub.close()
+            assert not thread.is_alive()
+
+
+def connected(hub: Hub, made: Engine, drain_seconds: int, running: ExitStack) -> RemoteEngine:
+    """An engine over the messages of this hub."""
+    ours, others = socket.socketpair()
+    hub.add(ours, hub.hello("none", drain_seconds), os.getpid())
+    hello = process.first_message(channel := Channel(others), others)
+    assert hello is not None
+    running.callback(channel.close)
+    return RemoteEngine(channel, hello._replace(model=made.target))  # whose tokenizer tests may change
+
+
+@contextmanager
+def app_running(app: FastAPI, drain_seconds: int = 5, before: Callable[[], None] = lambda: None) -> Iterator[str]:
     """The address of any application that runs in this block."""
-    uvicorn = server.make_server(app, drain_seconds)
+    uvicorn = server.make_server(app, drain_seconds, before)
     with server.bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [bound]})
         thread.start()

@@ -5,12 +5,20 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from helpers.serving import client, engine, running
+from helpers.serving import Serving, client, engine, running, running_apart
+
+WAYS: dict[str, Serving] = {"same process": running, "HTTP process": running_apart}
+
+
+@pytest.fixture(scope="package", params=WAYS)
+def serving(request: pytest.FixtureRequest) -> Serving:
+    """Serves an engine: from its own process, and over the messages of an HTTP process."""
+    return WAYS[request.param]
 
 
 @pytest.fixture(scope="package")
-def address() -> Iterator[str]:
-    with running(engine()) as url:
+def address(serving: Serving) -> Iterator[str]:
+    with serving(engine()) as url:
         yield url
 
 

@@ -13,10 +13,11 @@ import openai
 import pytest
 
 from helpers.scheduling import held, memory
-from helpers.serving import MODEL, engine, http, new_engine, running, wait_for
+from helpers.serving import MODEL, Serving, engine, http, new_engine, wait_for
 from windfall.engine.engine import Engine
-from windfall.engine.request import Handle
-from windfall.serve.admission import Admission, Job
+from windfall.engine.handle import Handle
+from windfall.serve.admission import Admission
+from windfall.serve.backend import Job
 from windfall.serve.settings import Settings
 
 LONG = {"model": MODEL, "prompt": "Hi", "max_tokens": 200, "ignore_eos": True}
@@ -26,13 +27,13 @@ LONG = {"model": MODEL, "prompt": "Hi", "max_tokens": 200, "ignore_eos": True}
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     """The handles of all requests from now on."""
     made: list[Handle] = []
-    usual = Engine.submit
+    usual = Engine.submit_ids
 
     def submit(self: Engine, *given: Any, **named: Any) -> Handle:
         made.append(usual(self, *given, **named))
         return made[-1]
 
-    monkeypatch.setattr(Engine, "submit", submit)
+    monkeypatch.setattr(Engine, "submit_ids", submit)
     return made
 
 
@@ -61,14 +62,14 @@ def test_leaving_a_stream_cancels_the_text(api: openai.OpenAI, handles: list[Han
 def test_a_caller_that_is_cancelled_while_it_submits_leaves_nothing() -> None:
     made = new_engine(max_requests=1)
     admission, entered, go_on = Admission(made, Settings()), threading.Event(), threading.Event()
-    usual = made.submit
+    usual = made.submit_ids
 
     def slow(*given: Any, **named: Any) -> Handle:
         entered.set()
         assert go_on.wait(20)
         return usual(*given, **named)
 
-    made.submit = slow  # type: ignore[method-assign]
+    made.submit_ids = slow  # type: ignore[method-assign]
     job = Job([1, 2, 3], True, {"max_new_tokens": 200, "eos": ()})
 
     async def main() -> None:
@@ -80,7 +81,7 @@ def test_a_caller_that_is_cancelled_while_it_submits_leaves_nothing() -> None:
         go_on.set()
 
     asyncio.run(main())
-    wait_for(lambda: (admission.running, admission.waiting) == (0, 0))
+    wait_for(lambda: admission.places.taken == 0)
     made.close()
 
 
@@ -90,11 +91,11 @@ def test_a_refused_text_leaves_nothing(address: str) -> None:
     wait_for(lambda: http().get(f"{address}/ready").json()["running"] == 0)
 
 
-def test_a_small_memory_ends_texts_without_a_limit_early() -> None:
+def test_a_small_memory_ends_texts_without_a_limit_early(serving: Serving) -> None:
     made = new_engine(kv_memory=memory(engine(), 1, 40))
     body = {"prompt": "a" * 30, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
-    with running(made) as url:
+    with serving(made) as url:
         whole = http().post(f"{url}/v1/chat/completions", json=chat).json()
         assert whole["usage"]["total_tokens"] == 40 and whole["choices"][0]["finish_reason"] == "length"
         assert http().post(f"{url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 10
@@ -104,10 +105,10 @@ def test_a_small_memory_ends_texts_without_a_limit_early() -> None:
     made.close()
 
 
-def test_a_timeout_cuts_the_text_off() -> None:
+def test_a_timeout_cuts_the_text_off(serving: Serving) -> None:
     made = new_engine()
     gate, _ = held(made)
-    with running(made, Settings(request_timeout=0.1)) as url, ThreadPoolExecutor(1) as threads:
+    with serving(made, Settings(request_timeout=0.1)) as url, ThreadPoolExecutor(1) as threads:
         answer = threads.submit(http().post, f"{url}/v1/completions", json=LONG)
         wait_for(lambda: http().get(f"{url}/ready").json()["running"] == 1)
         threading.Timer(0.2, gate.open.set).start()
@@ -117,11 +118,11 @@ def test_a_timeout_cuts_the_text_off() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_running_requests_end_before_the_server(stream: bool) -> None:
+def test_running_requests_end_before_the_server(serving: Serving, stream: bool) -> None:
     made = new_engine()
     gate, _ = held(made)
     with ThreadPoolExecutor(1) as threads:
-        with running(made) as url:
+        with serving(made) as url:
             answer = threads.submit(http().post, f"{url}/v1/completions", json={**LONG, "stream": stream})
             wait_for(lambda: http().get(f"{url}/ready").json()["running"] == 1)
             threading.Timer(0.3, gate.open.set).start()
@@ -130,12 +131,12 @@ def test_running_requests_end_before_the_server(stream: bool) -> None:
     made.close()
 
 
-def test_requests_that_outlast_the_limit_are_cancelled(handles: list[Handle]) -> None:
+def test_requests_that_outlast_the_limit_are_cancelled(serving: Serving, handles: list[Handle]) -> None:
     made = new_engine()
     gate, _ = held(made)
     handles.clear()
     with ThreadPoolExecutor(1) as threads:
-        with running(made, drain_seconds=1) as url:
+        with serving(made, drain_seconds=1) as url:
             answer = threads.submit(http().post, f"{url}/v1/completions", json=LONG)
             wait_for(lambda: handles)
             started = time.monotonic()
@@ -146,10 +147,10 @@ def test_requests_that_outlast_the_limit_are_cancelled(handles: list[Handle]) ->
     assert handles[0].result(5).finish_reason == "cancelled"
 
 
-def test_closing_the_engine_ends_requests_with_an_error() -> None:
+def test_closing_the_engine_ends_requests_with_an_error(serving: Serving) -> None:
     made = new_engine()
     gate, _ = held(made)
-    with running(made) as url, ThreadPoolExecutor(1) as threads:
+    with serving(made) as url, ThreadPoolExecutor(1) as threads:
         answer = threads.submit(http().post, f"{url}/v1/completions", json=LONG)
         wait_for(lambda: http().get(f"{url}/ready").json()["running"] == 1)
         threading.Timer(0.2, gate.open.set).start()

@@ -123,7 +123,7 @@ def test_an_internal_failure_tells_nothing(
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr(Engine, "submit", fail)
+    monkeypatch.setattr(Engine, "submit_ids", fail)
     answer = http().post(address + COMPLETIONS, json={"prompt": "Hi"})
     error = error_of(answer)
     assert answer.status_code == 500 and error["type"] == "server_error" and "secret" not in answer.text
@@ -216,7 +216,7 @@ def test_keys_are_not_shown() -> None:
 def test_a_request_that_failed_is_released_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the garbage collection, which would have to find a cycle of its error, traceback and texts."""
     made: list[weakref.ref[Handle]] = []
-    usual = Engine.submit
+    usual = Engine.submit_ids
 
     def submit(self: Engine, *given: Any, **named: Any) -> Handle:
         handle = usual(self, *given, **named, processors=(fail,))
@@ -226,7 +226,7 @@ def test_a_request_that_failed_is_released_at_once(address: str, monkeypatch: py
     def fail(*_: Any) -> Any:
         raise KeyError("no")
 
-    monkeypatch.setattr(Engine, "submit", submit)
+    monkeypatch.setattr(Engine, "submit_ids", submit)
     gc.collect()
     gc.disable()
     try:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from helpers.scheduling import held
-from helpers.serving import http, new_engine, running, wait_for
+from helpers.serving import Serving, http, new_engine, running, wait_for
 from windfall.engine.engine import Engine
 from windfall.engine.host_runner import HostRunner
 from windfall.engine.lost_device import is_lost
 from windfall.serve import health
+from windfall.serve.admission import Admission
 from windfall.serve.health import Health, Unhealthy
 from windfall.serve.settings import Settings
 
@@ -47,10 +48,10 @@ def fail(*_: Any) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_engine_that_fails_in_every_pass(
-    route: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serving: Serving, route: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = new_engine()
-    with running(made) as url:
+    with serving(made) as url:
         assert http().get(url + route).status_code == 200
         with monkeypatch.context() as patch:
             patch.setattr(HostRunner, "round", fail)
@@ -83,7 +84,7 @@ def test_an_engine_that_hangs(route: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_engine_that_works_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     made, submitted, usual = new_engine(), [], Engine.submit
     monkeypatch.setattr(Engine, "submit", lambda *given, **named: submitted.append(1) or usual(*given, **named))
-    probe = Health(made, fresh_seconds=60)
+    probe = Health(Admission(made, Settings()), fresh_seconds=60)
 
     async def check() -> int:
         await probe.check()
@@ -116,14 +117,14 @@ def test_a_thread_that_has_died_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     made.close()
 
 
-def test_a_lost_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_device(serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     made, told = new_engine(), []
     made.when_lost(lambda: told.append("before"))
 
     def lose(*_: Any) -> None:
         raise ASSERT
 
-    with running(made) as url, caplog.at_level(logging.ERROR):
+    with serving(made) as url, caplog.at_level(logging.ERROR):
         monkeypatch.setattr(HostRunner, "round", lose)
         http().post(f"{url}/v1/completions", json={"prompt": "Hi"})
         wait_for(lambda: told)
@@ -153,7 +154,7 @@ def test_errors_of_a_lost_device(error: Exception, lost: bool) -> None:
 
 def test_unhealthy_is_raised_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     made = new_engine()
-    probe = Health(made)
+    probe = Health(Admission(made, Settings()))
     asyncio.run(probe.check())
     monkeypatch.setattr(HostRunner, "round", fail)
     with pytest.raises(Unhealthy) as caught:

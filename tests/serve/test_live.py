@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from helpers.serving import MODEL, drafting_engine, engine, http, new_engine, running
+from helpers.serving import MODEL, Serving, drafting_engine, engine, http, new_engine, running
 from windfall.serve.live_page import FILES, PAGE_PATHS
 from windfall.serve.settings import Settings
 
@@ -57,9 +57,9 @@ def test_the_page_is_logged_once_and_its_questions_are_not(address: str, caplog:
     assert [record.message.split()[:3] for record in caplog.records] == [["GET", "/", "200"]]
 
 
-def test_the_figures_of_an_idle_server() -> None:
+def test_the_figures_of_an_idle_server(serving: Serving) -> None:
     made = new_engine()
-    with running(made, Settings(model_name="mine", max_queue=7)) as url:
+    with serving(made, Settings(model_name="mine", max_queue=7)) as url:
         live = http().get(f"{url}/live").json()
     about = live["about"]
     assert (about["model"], about["drafter"], about["policy"]) == ("mine", "ngram", "chain")
@@ -69,8 +69,8 @@ def test_the_figures_of_an_idle_server() -> None:
     made.close()
 
 
-def test_the_figures_count_texts_rows_and_tokens() -> None:
-    with running(drafting_engine()) as url:
+def test_the_figures_count_texts_rows_and_tokens(serving: Serving) -> None:
+    with serving(drafting_engine()) as url:
         before = http().get(f"{url}/live").json()["totals"]
         body = {"prompt": ["Name a", "A long river"], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
         used = http().post(f"{url}/v1/completions", json=body).json()["usage"]["speculation"]

@@ -14,9 +14,10 @@ import pytest
 from helpers.scheduling import held
 from helpers.serving import bytes_engine, http, new_engine, running, wait_for
 from windfall.core.errors import InputError
-from windfall.engine.engine import LONG_TEXT
+from windfall.engine.prompts import LONG_TEXT
 from windfall.serve import prompt_threads
-from windfall.serve.admission import Admission, Job
+from windfall.serve.admission import Admission
+from windfall.serve.backend import Job
 from windfall.serve.errors import ApiError
 from windfall.serve.prompt_threads import PromptThreads
 from windfall.serve.settings import Settings
@@ -74,14 +75,14 @@ def gate() -> Iterator[Gated]:
 
 def test_short_requests_do_not_wait_for_a_long_prompt(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     made = new_engine()
-    usual = made.tokenize
+    usual = made.prompts.tokenize
 
     def slow(prompt: Any, *given: Any, **named: Any) -> list[int]:
         if LONG in str(prompt):
             gate()
         return usual(prompt, *given, **named)
 
-    made.tokenize = slow  # type: ignore[method-assign]
+    made.prompts.tokenize = slow  # type: ignore[method-assign]
     requests = [
         ("completions", {"prompt": LONG}),
         ("completions", {"prompt": ["a", LONG], "echo": True, "logprobs": 0}),
@@ -118,13 +119,13 @@ def test_too_many_long_prompts_are_refused(gate: Gated, monkeypatch: pytest.Monk
 def test_a_refused_long_prompt_leaves_nothing(gate: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_threads, "MAX_WAITING", LONG_TEXT)
     made = new_engine(max_requests=1)
-    usual = made.encode
+    usual = made.prompts.encode
 
     def slow(*given: Any, **named: Any) -> list[int]:
         gate()
         return usual(*given, **named)
 
-    made.encode = slow  # type: ignore[method-assign]
+    made.prompts.encode = slow  # type: ignore[method-assign]
     with running(made, Settings(max_queue=1)) as url, ThreadPoolExecutor(1) as threads:
         first = threads.submit(post, url, prompt=LONG)
         assert gate.begun.wait(20)
@@ -139,8 +140,8 @@ def test_a_refused_long_prompt_leaves_nothing(gate: Gated, monkeypatch: pytest.M
 
 def test_texts_with_the_same_prompt_share_its_tokens() -> None:
     made = new_engine()
-    admission, usual, encoded = Admission(made, Settings()), made.tokenize, list[Any]()
-    made.tokenize = lambda prompt, *given, **named: encoded.append(prompt) or usual(prompt, *given, **named)  # type: ignore[method-assign]
+    admission, usual, encoded = Admission(made, Settings()), made.prompts.tokenize, list[Any]()
+    made.prompts.tokenize = lambda prompt, *given, **named: encoded.append(prompt) or usual(prompt, *given, **named)  # type: ignore[method-assign]
     gate, _ = held(made)
     given = {"temperature": 1.0, "max_new_tokens": 2}
     jobs = [Job(prompt, True, {**given, "seed": seed}) for prompt in ("Hi", "Ho") for seed in range(3)]

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.scheduling import held
-from helpers.serving import MODEL, engine, http, new_engine, running, wait_for
+from helpers.serving import MODEL, Serving, engine, http, new_engine, running, wait_for
 from windfall.engine.engine import Engine
 from windfall.serve.app import make_app
 from windfall.serve.metrics import REFUSALS
@@ -33,9 +33,9 @@ def scraped(url: str, **headers: str) -> dict[tuple[str, ...], float]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Engine, str]]:
+def served(serving: Serving) -> Iterator[tuple[Engine, str]]:
     made = new_engine(max_requests=2)
-    with running(made, Settings(max_queue=0)) as url:
+    with serving(made, Settings(max_queue=0)) as url:
         yield made, url
     made.close()
 
@@ -63,11 +63,11 @@ def test_counts_are_those_of_usage(served: tuple[Engine, str]) -> None:
     assert scraped(served[1])["process_resident_memory_bytes",] > 0
 
 
-def test_gauges_show_queue_memory_and_budget() -> None:
+def test_gauges_show_queue_memory_and_budget(serving: Serving) -> None:
     made = new_engine(max_requests=2)
     gate, _ = held(made)
     try:
-        with running(made) as url, ThreadPoolExecutor(2) as threads:
+        with serving(made) as url, ThreadPoolExecutor(2) as threads:
             idle = scraped(url)
             assert idle["windfall:num_requests_running",] == 1 and idle["windfall:num_requests_waiting",] == 0
             answers = [threads.submit(http().post, f"{url}/v1/completions", json=BODY) for _ in range(2)]

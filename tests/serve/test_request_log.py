@@ -80,7 +80,7 @@ def test_ids_of_clients_are_kept_if_they_are_harmless(
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("no")
 
-    monkeypatch.setattr(Engine, "submit", fail)
+    monkeypatch.setattr(Engine, "submit_ids", fail)
     caplog.handler.setFormatter(log_format.JsonLines())
     answer = http().post(f"{address}/v1/completions", json=BODY, headers={"X-Request-Id": "mine"})
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine"
@@ -134,7 +134,7 @@ def test_none_logs_only_problems(capsys: pytest.CaptureFixture[str], monkeypatch
 
     with log_format.logging_as("none"), running(engine()) as url:
         http().post(f"{url}/v1/completions", json=BODY)
-        monkeypatch.setattr(Engine, "submit", fail)
+        monkeypatch.setattr(Engine, "submit_ids", fail)
         http().post(f"{url}/v1/completions", json=BODY)
     out, error = capsys.readouterr()
     assert out == "" and " ERROR a request failed: KeyError: 'no' request_id=" in error and error.count("\n") == 1

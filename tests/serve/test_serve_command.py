@@ -150,7 +150,10 @@ def test_sigterm_lets_the_running_request_finish(folder: Path) -> None:
         process.communicate()
 
 
-def test_a_lost_device_ends_the_server_with_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_lost_device_ends_the_server_with_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
     """A supervisor starts it again."""
     sockets: list[socket.socket] = []
     bind = server.bind
@@ -172,7 +175,7 @@ def test_a_lost_device_ends_the_server_with_an_error(folder: Path, monkeypatch: 
     monkeypatch.setattr(HostRunner, "round", lose)
     with ThreadPoolExecutor(1) as threads:
         status = threads.submit(ask)
-        result = windfall("serve", "--target", folder, "--port", 0, *QUICK)
+        result = windfall("serve", "--target", folder, "--port", 0, *QUICK, "--http-processes", processes)
         assert status.result() in (500, 503)
     assert result.exit_code == server.DEVICE_LOST != 0
     assert "the server ends, because its device is lost: CUDA error: device-side" in result.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from helpers.serving import bytes_engine, http, running, wait_for
+from helpers.serving import Serving, bytes_engine, http, wait_for
 from windfall.serve.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -30,7 +30,7 @@ EXPECTED = {
 }
 
 
-def test_every_request_gets_its_text_or_the_right_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_gets_its_text_or_the_right_error(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_soak, "CASES", CASES)
     monkeypatch.setattr(soak_traffic, "TOKENS", (2, 8))
     monkeypatch.setattr(soak_traffic, "BAD", [bad for bad in soak_traffic.BAD if b"regex" not in bad[1]])
@@ -49,7 +49,7 @@ def test_every_request_gets_its_text_or_the_right_error(monkeypatch: pytest.Monk
             found = await asyncio.gather(*(client(own, cases, number) for number in range(CLIENTS)))
         return [outcome for each in found for outcome in each]
 
-    with running(made, Settings(max_queue=CLIENTS)) as url:
+    with serving(made, Settings(max_queue=CLIENTS)) as url:
         outcomes = asyncio.run(soak(url))
         assert not [each for each in outcomes if each.end in ("wrong", "stuck")]
         ends = Counter((each.kind, each.end) for each in outcomes)

@@ -12,12 +12,9 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from rich.console import Console
 from rich.text import Text
 
+from windfall.core.wording import first_line as first_line
+
 _SETTINGS = threading.RLock()  # the libraries' settings are global: one thread at a time changes them
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300].rstrip(".:")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,9 @@ def serve(
         metavar="NAME",
         autocompletion=complete("policies"),
     ),
+    http_processes: int | None = option(
+        None, "Processes that answer HTTP requests; 0: the process of the engine does it. Default: by the machine."
+    ),
     no_page: bool = option(False, "Do not offer the live page at / and its data."),
 ) -> None:
     """Serve the model over the OpenAI API, until Ctrl-C or SIGTERM.
@@ -52,6 +56,7 @@ def serve(
     check_extra()
     from windfall.serve import log_format as log_formats
     from windfall.serve import policies, server
+    from windfall.serve.workers import pool
 
     if not 0 <= port <= MAX_PORT:
         raise InputError(f"--port takes a number from 0 to {MAX_PORT}, not {port}")
@@ -59,13 +64,18 @@ def serve(
     settings = limits.settings_with(_keys(api_key), tuple(request_policy), page=not no_page)
     made_policy = policy.make()
     policies.offered(request_policy)  # before the weights are read: a wrong name costs no loading
-    with server.bind(host, port) as bound:
+    count = pool.default_count(model.device) if http_processes is None else pool.checked_count(http_processes)
+    with server.bind(host, port) as bound, ExitStack() as started:
         if not settings.api_keys and not server.is_local(bound):
             console.note("other machines can use this server without a key; set one with --api-key")
+        others = started.enter_context(pool.http_processes(bound, count)) if count else None
         with model.load(made_policy, batch) as engine:
+            from windfall.serve.admission import Admission
             from windfall.serve.app import make_app
 
-            app = make_app(engine, settings)
+            if others is not None and not has_portable_tokenizer(engine, required=http_processes is not None):
+                started.close()
+                others = None
             with console.progress("Preparing for batches…") as progress:
                 engine.prepare(progress=progress)
             if engine.target.device.type == "cuda":
@@ -76,10 +86,27 @@ def serve(
             console.note(f"serving {settings.model_name or engine.target.name} on {url}/v1{page}")
             try:
                 with log_formats.logging_as(limits.log_format):
-                    server.run(app, bound, engine, drain_seconds)
+                    if others is None:
+                        server.run(make_app(engine, settings), bound, engine, drain_seconds)
+                    else:
+                        others.run(Admission(engine, settings), limits.log_format, drain_seconds)
             finally:
                 if engine.lost is None:
                     remember_costs(engine)
+
+
+def has_portable_tokenizer(engine: Engine, required: bool) -> bool:
+    """Whether HTTP processes can have the tokenizer; an InputError if they must, else a note."""
+    from windfall.serve.workers.pool import check_tokenizer
+
+    try:
+        check_tokenizer(engine.target.tokenizer)
+    except InputError as problem:
+        if required:
+            raise
+        console.note(f"the process of the engine answers HTTP requests: {problem}")
+        return False
+    return True
 
 
 def note_slow_batches(engine: Engine) -> None:

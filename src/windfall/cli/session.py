@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
@@ -17,6 +16,7 @@ import typer
 
 from windfall.core.errors import InputError
 from windfall.core.files import make_folder, replace_text
+from windfall.core.garbage import freeze_objects as freeze_objects
 from windfall.render import console
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 DIFFERENT, BAD_INPUT, ON_INTERRUPT, ON_BROKEN_PIPE = 1, 2, 130, 141  # exit codes
 INTERRUPTED = "interrupted"  # finish reason
 WARM_UP_TOKENS = 8  # generated before anything is timed
-COLLECTED_OBJECTS = 100_000  # new ones after which garbage is collected, with many requests
 LONG_PROMPT_TOKENS = 512  # the prefill of such a prompt is announced
 
 
@@ -86,17 +85,6 @@ class Session:
         if self.coloured:
             return console.DraftColours(self.engine.target.tokenizer, self.sampling["stop"])
         return console.show_text
-
-
-def freeze_objects() -> None:
-    """Let garbage collection take little time, in a process that works with many requests from here on.
-
-    Otherwise Python now and then looks through the hundreds of thousands of objects of torch and transformers, and all
-    requests wait. Every round of a batch makes a few hundred objects, which are freed without a collection.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECTED_OBJECTS, *gc.get_threshold()[1:])
 
 
 def remember_costs(engine: Engine) -> None:

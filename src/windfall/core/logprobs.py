@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RAW, PROCESSED = "raw", "processed"  # the model's own distribution, or the one that the token was drawn from
 MODES = (RAW, PROCESSED)
@@ -25,6 +26,8 @@ def token_logprobs(logits: Tensor, tokens: list[int], count: int) -> tuple[Token
 
     They are computed in float32, or in float64 if the logits are.
     """
+    import torch  # on first use: a process without a model can do without it
+
     logs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
     chosen = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
     tops = top_tokens(logs, min(count, logs.shape[-1])) if count else [()] * len(tokens)
@@ -41,8 +44,8 @@ def top_tokens(logs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
 def _in_order(row: Tensor, ids: list[int], values: list[float], count: int) -> tuple[tuple[int, float], ...]:
     """The first `count` of these most likely tokens of a row [V]; there is one more, unless the row ends."""
     last = values[count - 1]
-    if values[count:] == [last] and last > -torch.inf:  # a tie that topk has broken in its own way
+    if values[count:] == [last] and last > -math.inf:  # a tie that topk has broken in its own way
         ids = (row >= last).nonzero()[:, 0].tolist()
         values = row[ids].tolist()
     pairs = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return tuple((token, value) for token, value in pairs[:count] if value > -torch.inf)
+    return tuple((token, value) for token, value in pairs[:count] if value > -math.inf)

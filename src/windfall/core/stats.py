@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from windfall.core.types import Counts, Split, Step
+from windfall.core.step import Counts, Split, Step
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_TREE_NODES = 2**18  # nodes
 MAX_VERIFY_ROWS = 8192  # the attention mask of a verify pass has rows x rows entries
@@ -37,6 +38,8 @@ class View:
     def __get__(self, tree: DraftTree, owner: type) -> Tensor:
         found = tree.views[self._place]
         if found is None:
+            import torch  # on first use: a process without a model can do without it
+
             found = tree.views[self._place] = torch.from_numpy(tree.arrays[self._place])
         return found
 
@@ -113,6 +116,8 @@ class DraftTree:
 
     def mask(self) -> Tensor:
         """[N, N] bool: row i is True at i and at i's ancestors."""
+        import torch
+
         return torch.from_numpy(self.ancestry())
 
     def ancestry(self) -> Flags:
@@ -134,6 +139,8 @@ class DraftTree:
 
     def check(self) -> None:
         """Assert every invariant of the arrays."""
+        import torch
+
         size = len(self)
         assert self.parents[0] == -1 and self.depth[0] == 0 and self.score[0] == 0
         assert bool((self.parents[1:] >= 0).all()) and bool((self.parents[1:] < torch.arange(1, size)).all())

@@ -7,8 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,9 @@ from windfall.core.constraint import Constraint
 from windfall.core.errors import InputError as InputError
 from windfall.core.logprobs import MODES, RAW, TokenLogprob
 from windfall.core.options import is_number, require_flag
-from windfall.core.tree import DraftTree
+from windfall.core.step import Counts as Counts
+from windfall.core.step import Split as Split
+from windfall.core.step import Step as Step
 
 MIN_TEMPERATURE = 1e-6  # below it decoding is greedy: dividing logits by less can overflow
 MAX_NUMBER = 1e30  # of penalties, biases and the temperature, which fp32 logits are combined with
@@ -192,74 +193,3 @@ class Scores(NamedTuple):
     logits: Tensor  # [N, V]
     hidden: Tensor | None  # [N, taps * H], if the drafter reads hidden states
     draws: list[int] | None = None  # [N] the target's next token after each node, if the pass drew it
-
-
-class Split(NamedTuple):
-    """Seconds of the parts of a cycle."""
-
-    draft: float = 0.0
-    verify: float = 0.0
-    policy: float = 0.0
-    other: float = 0.0
-    prompts: float = 0.0  # passes over prompts, of any request, since the round before
-
-    @property
-    def total(self) -> float:
-        """Of the cycle itself, without passes over prompts."""
-        return self.draft + self.verify + self.policy + self.other
-
-    @property
-    def passes(self) -> float:
-        """Of all passes of models."""
-        return self.draft + self.verify + self.prompts
-
-
-Counts = tuple[int, int, int, int, int]  # of a cycle: new tokens, verified nodes, accepted ones, drafted ones, passes
-
-
-@dataclass(frozen=True)
-class Step:
-    """One cycle of one sequence: the verified tree and the result."""
-
-    whole_tree: ClassVar[bool] = True  # whether `drafted` has all drafted nodes, and not only the verified ones
-    tokens: tuple[int, ...]  # emitted by this cycle, cut at the first stop
-    text: str  # what these tokens add to the text, as far as it can no longer change
-    tree: DraftTree  # the verified nodes
-    path: Tensor  # accepted nodes of `tree`, root first
-    drafted: DraftTree  # the draft tree that `tree` was selected from
-    kept: Tensor  # the nodes of `drafted` that were verified
-    draft_passes: int
-    seconds: Split
-    finish: str | None = None  # None: not finished; else "stop" or "length"
-    recorded: bool = False  # CUDA graphs were captured in this cycle, so its seconds are not typical
-    prefill_seconds: float = 0.0  # of the first Step of a text, and of the first one after a preemption
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of `tokens`, if they are wanted
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of the first Step, if wanted; the first is None
-
-    @cached_property
-    def accepted(self) -> int:
-        """Drafted tokens that the target agreed with."""
-        return len(self.path) - 1
-
-    @property
-    def counts(self) -> Counts:
-        """`len(tokens)`, `rows`, `accepted`, `drafted_tokens` and `draft_passes`, which are counted for every Step."""
-        return len(self.tokens), self.rows, self.accepted, self.drafted_tokens, self.draft_passes
-
-    def of_policy(self, size: int) -> Step:
-        """The same cycle with the first `size` drafted nodes only, those that the policy knows; others may follow."""
-        if size == len(self.drafted):
-            return self
-        kept = self.kept[self.kept < size]
-        tree, drafted = self.tree.select(torch.arange(len(kept))), self.drafted.select(torch.arange(size))
-        return replace(self, tree=tree, drafted=drafted, kept=kept, path=self.path[self.path < len(kept)])
-
-    @property
-    def drafted_tokens(self) -> int:
-        """Drafted nodes."""
-        return len(self.drafted) - 1
-
-    @cached_property
-    def rows(self) -> int:
-        """Verified nodes, the root included."""
-        return len(self.tree)

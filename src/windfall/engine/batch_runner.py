@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from windfall.core.types import Step
 from windfall.engine.sequence import Sequence
-from windfall.policies.budget import Sizes
+from windfall.engine.use import Use as Use
 
 Outcome = Step | Exception  # an exception says why the sequence failed
-
-
-class Use(NamedTuple):
-    """What the last round took of a runner."""
-
-    memory: float | None = None  # share of the memory for KV caches, from 0 to 1; None: unknown
-    budget: Sizes | None = None  # that requests shared; None: each decided for itself
 
 
 class BatchRunner(Protocol):

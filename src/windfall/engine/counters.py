@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 
-from windfall.core.types import Counts, Step
-from windfall.engine.batch_runner import Use
-from windfall.engine.request import CANCELLED, DEADLINE, Request
+from windfall.core.step import Counts, Step
+from windfall.engine.handle import CANCELLED, DEADLINE, Progress
+from windfall.engine.use import Use
 
 FAILED = "error"  # the finish reason of a request that failed
 REASONS = ("stop", "length", DEADLINE, CANCELLED, FAILED)
@@ -53,10 +53,10 @@ class Counters:
         self.lengths, self.rows = Histogram(LENGTHS), Histogram(ROWS)  # tokens per cycle, rows per pass
         self.use = Use()  # of the last round
 
-    def add_round(self, steps: Sequence[tuple[Request, Step]], counts: Sequence[Counts], use: Use, now: float) -> None:
+    def add_round(self, steps: Sequence[tuple[Progress, Step]], counts: Sequence[Counts], use: Use, now: float) -> None:
         """Count a round that has ended now; `counts`: of each Step. The requests do not have these Steps yet.
 
-        Requests whose Steps are alike are counted together: most had their last Step at the same time.
+        Progresss whose Steps are alike are counted together: most had their last Step at the same time.
         """
         self.use = use
         if not steps:
@@ -91,6 +91,6 @@ class Counters:
         for depth in range(1, accepted + 1):
             self.accepted_by_depth[depth] += times
 
-    def add_end(self, request: Request, reason: str) -> None:
+    def add_end(self, request: Progress, reason: str) -> None:
         """Count the end of a request."""
         self.durations.setdefault(reason, Histogram(SECONDS)).add(time.perf_counter() - request.created)

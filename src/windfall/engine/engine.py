@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections import defaultdict
@@ -13,17 +12,12 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 
 from windfall import registry
 from windfall.checkpoints.find import cache_dir
-from windfall.checkpoints.quiet_libs import first_line
 from windfall.core.constraint import BACKEND_KEYWORD, KEYWORDS, with_constraint
-from windfall.core.fewest_tokens import FewestTokens, fewest_tokens
-from windfall.core.files import is_unicode
 from windfall.core.options import brief, is_number
 from windfall.core.types import GpuOptions, InputError, SamplingParams, Step
-from windfall.core.wording import counted
 from windfall.costs.acceptance import Calibrator
 from windfall.costs.curves import ASSUMED, Costs
 from windfall.costs.online import OnlineCosts
@@ -38,7 +32,9 @@ from windfall.engine.lockstep import Lockstep
 from windfall.engine.lone_runner import LoneRunner
 from windfall.engine.memory import as_bytes, default_bytes
 from windfall.engine.paged_host_runner import PagedHostRunner, share_pages
-from windfall.engine.request import Handle, Request
+from windfall.engine.prompts import Prompt as Prompt
+from windfall.engine.prompts import PromptEncoder
+from windfall.engine.request import Handle, Request, Sink
 from windfall.engine.sequence import Sequence
 from windfall.engine.serial_runner import SerialRunner
 from windfall.engine.service import Service
@@ -58,12 +54,9 @@ if TYPE_CHECKING:
     from windfall.engine.gpu.batch.runner import GpuBatchRunner
     from windfall.engine.gpu.runner import GpuRunner
 
-TEMPLATE_INPUTS = ("messages", "conversations", "self")  # of a chat template, besides the tokenizer's parameters
 WARM_UP_TOKENS = 24
-LONG_TEXT = 65_536  # characters from which tokenizing a text takes long
 MADE_UP_TOKENS, MADE_UP_NEW_TOKENS = 33, 1024  # of the texts with which a GPU prepares: their prompts, and most others
 OnStep = Callable[[Step], None]
-Prompt = Any  # text, chat messages ({"role", "content"}), or token ids
 
 
 class Stream(Iterator[Step]):
@@ -244,20 +237,36 @@ class Engine:
         for example in a logits processor, does so alone. Processors and criteria are called in the thread that
         generates.
         """
+        ids = self.encode(prompt, raw, tools, chat_template_kwargs)
+        how: dict[str, Any] = {"policy": policy, "deadline": deadline, "resume_token_ids": resume_token_ids}
+        return self.submit_ids(ids, **how, **sampling)
+
+    def submit_ids(
+        self,
+        ids: list[int],
+        *,
+        policy: TreePolicy | str | None = None,
+        deadline: float | None = None,
+        resume_token_ids: Many[int] = (),
+        sink: Sink | None = None,
+        **sampling: Any,
+    ) -> Handle:
+        """`submit` for token ids that `encode` has returned. A `sink` takes the Steps in the place of the handle."""
         if deadline is not None and not (is_number(deadline) and deadline > 0):
             raise InputError(f"deadline takes a number of seconds above 0, not {deadline!r}")
         if not isinstance(policy, TreePolicy | str | None):
             raise InputError(f"a policy is a name or a TreePolicy, not {policy!r}")
-        chosen = registry.policy(policy) if isinstance(policy, str) else policy
-        ids, params = self.encode(prompt, raw, tools, chat_template_kwargs), self.params(**sampling)
-        return self._submit(ids, params, chosen, deadline, self._checked_resume(resume_token_ids, params))
+        chosen, params = registry.policy(policy) if isinstance(policy, str) else policy, self.params(**sampling)
+        return self._submit(ids, params, chosen, deadline, self._checked_resume(resume_token_ids, params), sink)
 
     def _checked_resume(self, tokens: Many[int], params: SamplingParams) -> list[int]:
         """Token ids to resume from."""
+        if not len(tokens):
+            return []
         vocabulary = self.target.vocab_size
         if not all(is_number(token, whole=True) and 0 <= token < vocabulary for token in tokens):
             raise InputError(f"resume_token_ids takes token ids between 0 and {vocabulary - 1}")
-        if len(tokens) and not params.greedy and params.seed is None:
+        if not params.greedy and params.seed is None:
             raise InputError("resume_token_ids needs the seed that the text began with, or temperature 0")
         return list(tokens)
 
@@ -268,8 +277,9 @@ class Engine:
         policy: TreePolicy | None = None,
         deadline: float | None = None,
         resume: list[int] | None = None,
+        sink: Sink | None = None,
     ) -> Handle:
-        request = self._request(ids, params, policy, deadline)
+        request = self._request(ids, params, policy, deadline, sink)
         request.sequence.resume(resume or [])
         if (ending := request.sequence.finish) is not None:
             request.end(ending)
@@ -278,14 +288,19 @@ class Engine:
         return Handle(request)
 
     def _request(
-        self, ids: list[int], params: SamplingParams, policy: TreePolicy | None = None, deadline: float | None = None
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        policy: TreePolicy | None = None,
+        deadline: float | None = None,
+        sink: Sink | None = None,
     ) -> Request:
         own = (policy or self.policy).fresh()
         grammar = self._grammar(params)
         sequence = Sequence(ids, params.seeded(), own, self.target, self.coupled, self.calibrators, grammar)
         self.drafter.expect(sequence.end)
         self._route = Route(None, SEVERAL_TEXTS)
-        return Request(next(self._request_numbers), sequence, deadline)
+        return Request(next(self._request_numbers), sequence, deadline, sink)
 
     def _follow(
         self, ids: list[int], params: SamplingParams, on_steps: Callable[[dict[int, Step]], None]
@@ -398,6 +413,10 @@ class Engine:
     def when_lost(self, call: Callable[[], None]) -> None:
         """Call this, in any thread, when the device is lost."""
         self._service.when_lost(call)
+
+    def call_after_rounds(self, call: Callable[[], None]) -> None:
+        """Call this after each round of submitted requests, in the thread that generates."""
+        self._service.round_calls.append(call)
 
     def close(self) -> None:
         """Cancel all submitted requests and end the engine's threads; `submit` then raises a RuntimeError."""
@@ -584,15 +603,7 @@ class Engine:
 
         `tools` are shown to the model by the chat template; `chat_template_kwargs` are variables of the template.
         """
-        how: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "limited": True}
-        ids = self.tokenize(prompt, raw, tools, **how) if _is_text(prompt) else _as_ids(prompt)
-        vocabulary = self.target.vocab_size
-        if not ids:
-            raise InputError("the prompt is empty")
-        self._check_length(len(ids))
-        if not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise InputError(f"token ids must be between 0 and {vocabulary - 1}")
-        return ids
+        return self.prompts.encode(prompt, raw, tools, chat_template_kwargs)
 
     def tokenize(
         self,
@@ -611,53 +622,13 @@ class Engine:
         `chat_template_kwargs`: variables of the chat template. `limited`: refuse a text whose size alone shows that it
         is longer than the context.
         """
-        tokenizer = self.target.tokenizer
-        if tokenizer is None:
-            raise InputError("this target has no tokenizer; give the prompt as token ids")
-        own = _checked_variables(tokenizer, chat_template_kwargs or {})
-        try:
-            if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
-                if limited:
-                    self._check_size(prompt)
-                return list(tokenizer(prompt, add_special_tokens=special is not False).input_ids)
-            if not tokenizer.chat_template:
-                raise InputError(f"{self.target.name} has no chat template; give the prompt as text")
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            how = {"add_generation_prompt": generation_prompt, **({"tools": tools} if tools else {})}
-            chat = partial(tokenizer.apply_chat_template, messages, **how, **own)
-            if limited and size_of([messages, tools]) > LONG_TEXT:
-                self._check_size(chat(tokenize=False))
-            return list(tokenizer(chat(tokenize=False)).input_ids if special else chat(return_dict=False))
-        except TypeError as error:
-            reason = "the prompt is not valid Unicode text"
-            if not isinstance(prompt, str) and all(is_unicode(str(message.get("content"))) for message in prompt):
-                reason = f"a chat message is {{'role': text, 'content': text}}; the template says: {first_line(error)}"
-            raise InputError(reason) from None
-        except TemplateError as error:
-            raise InputError(f"the chat template of {self.target.name} refuses these messages: {error}") from None
-        except (ValueError, KeyError, AttributeError) as error:
-            if not chat_template_kwargs:
-                raise
-            reason = (
-                f"the chat template of {self.target.name} cannot use these chat_template_kwargs: {first_line(error)}"
-            )
-            raise InputError(reason) from None
-
-    def _check_size(self, text: str) -> None:
-        """Refuse a text that surely has too many tokens: to tokenize it would take seconds."""
-        if len(text) > LONG_TEXT and self._fewest_tokens is not None:
-            self._check_length(self._fewest_tokens.of(text), "at least ")
-
-    def _check_length(self, tokens: int, about: str = "") -> None:
-        """Refuse a prompt with this number of tokens if the target takes fewer."""
-        context = self.target.context
-        if context is not None and tokens >= context:
-            has = f"{about}{counted(tokens, 'token')}"
-            raise InputError(f"the prompt has {has}; {self.target.name} takes {context - 1} at most")
+        how = (special, generation_prompt, chat_template_kwargs, limited)
+        return self.prompts.tokenize(prompt, raw, tools, *how)
 
     @cached_property
-    def _fewest_tokens(self) -> FewestTokens | None:
-        return fewest_tokens(self.target.tokenizer)
+    def prompts(self) -> PromptEncoder:
+        """Turns prompts into token ids."""
+        return PromptEncoder(self.target)
 
     def params(self, **sampling: Any) -> SamplingParams:
         """SamplingParams from keywords, checked against this target."""
@@ -680,44 +651,3 @@ class Engine:
     def grammars(self) -> Grammars:
         """The compiled constraints."""
         return Grammars(self.target.tokenizer, self.target.vocab_size, self.target.eos)
-
-
-def _checked_variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Variables of a chat template, without the names of what the engine gives it, and of settings of the tokenizer."""
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    if taken := [name for name in given if name in own or name in TEMPLATE_INPUTS]:
-        raise InputError(f"chat_template_kwargs cannot set '{taken[0]}'")
-    return given
-
-
-def size_of(part: Any) -> int:
-    """The characters of a text, or of all texts in messages and tools; token ids have none."""
-    if isinstance(part, str):
-        return len(part)
-    if isinstance(part, dict):
-        return sum(map(size_of, part.values()))
-    return sum(map(size_of, part)) if isinstance(part, list | tuple) and not isinstance((*part[:1], "")[0], int) else 0
-
-
-def _is_text(prompt: Prompt) -> bool:
-    """Whether this is text or chat messages."""
-    if isinstance(prompt, str):
-        return bool(prompt)
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(m, dict) for m in prompt)
-
-
-def _as_ids(prompt: Prompt) -> list[int]:
-    """Token ids as a list, from a list or tensor of one prompt."""
-    if isinstance(prompt, str) or (isinstance(prompt, list | tuple) and not prompt):
-        raise InputError("the prompt is empty")
-    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:
-        return list(prompt)  # a tensor of them takes longer
-    try:
-        ids = torch.as_tensor(prompt)
-        whole = ids.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
-        found: list[int] = ids.flatten().tolist() if ids.numel() == ids.shape[-1] else []
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        whole = False
-    if not whole or not found:
-        raise InputError("a prompt is text, a list of chat messages, or the token ids of one prompt")
-    return found

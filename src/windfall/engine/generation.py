@@ -8,7 +8,7 @@ from typing import Any
 from windfall.core.detokenizer import LateText
 from windfall.core.logprobs import TokenLogprob
 from windfall.core.stats import Stats
-from windfall.core.types import Step
+from windfall.core.step import Step
 
 
 @dataclass(frozen=True)

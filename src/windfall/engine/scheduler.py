@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequenced
 
 from windfall.core.errors import RoomError
 from windfall.core.types import Step
 from windfall.core.wording import counted
 from windfall.engine.batch_runner import BatchRunner, Outcome
 from windfall.engine.counters import FAILED, Counters
-from windfall.engine.request import CANCELLED, DEADLINE, Request
+from windfall.engine.handle import CANCELLED, DEADLINE
+from windfall.engine.request import Request
 from windfall.engine.sequence import Sequence
 
 PREFILL_TOKENS = 4096  # of new requests between two rounds, which the running ones wait for; the last may have more
@@ -29,9 +31,16 @@ class Scheduler:
     `submit` may be called by any thread, everything else by one thread at a time.
     """
 
-    def __init__(self, runner: BatchRunner, max_requests: int, counters: Counters | None = None):
-        """`max_requests`: the largest number of requests that run together."""
+    def __init__(
+        self,
+        runner: BatchRunner,
+        max_requests: int,
+        counters: Counters | None = None,
+        round_calls: Sequenced[Callable[[], None]] = (),
+    ):
+        """`max_requests`: the largest number of requests that run together. `round_calls` are called after a round."""
         self.runner, self.max_requests, self.counters = runner, max_requests, counters or Counters()
+        self._round_calls = round_calls
         self._queue: deque[Request] = deque()
         self._running: list[Request] = []  # the oldest first
         self._joining: list[Request] = []  # that left the queue and do not run yet
@@ -194,6 +203,8 @@ class Scheduler:
             self._fail(request, reason)
         for request, step in steps:
             request.put(step, now)
+        for call in self._round_calls:
+            call()
 
 
 def over(requests: Iterable[Request], now: float) -> list[Request]:

@@ -57,8 +57,8 @@ class Sequence:
         self._endings: list[str | None] = []  # how each token that was drawn but not accepted yet ends the text
         self._eos = frozenset(target.eos if params.eos is None else params.eos)
         self.guide = None if grammar is None else Guide(grammar, self._eos)
-        limit = params.max_new_tokens
-        self.end = len(prompt) + (limit if target.context is None else min(limit, target.context - len(prompt)))
+        limit, context = params.max_new_tokens, target.context
+        self.end = len(prompt) + (limit if context is None else min(limit, context - len(prompt)))
 
     def resume(self, tokens: list[int]) -> None:
         """Continue a text that begins with these tokens. Their own text is not given out again.

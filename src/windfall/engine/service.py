@@ -43,6 +43,7 @@ class Service:
         self.closed = False
         self.lost: Exception | None = None  # the error with which the device was lost
         self._when_lost: list[Callable[[], None]] = []
+        self.round_calls: list[Callable[[], None]] = []  # made after each round, by the thread that generates
         self._text = -1  # the value of `target.texts` while the KV cache belongs to this scheduler
         self._lock = threading.Lock()  # of the thread's start and end
 
@@ -64,7 +65,7 @@ class Service:
         return 0 if scheduler is None else scheduler.waiting
 
     def _new_scheduler(self, runner: BatchRunner) -> Scheduler:
-        return Scheduler(runner, self.max_requests, self.counters)
+        return Scheduler(runner, self.max_requests, self.counters, self.round_calls)
 
     @contextmanager
     def alone(self) -> Iterator[bool]:

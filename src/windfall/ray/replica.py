@@ -17,6 +17,7 @@ from windfall.engine.profiling import remember
 from windfall.ray.metrics import RayExport
 from windfall.ray.options import KEY_VARIABLE, Options
 from windfall.serve import log_format
+from windfall.serve.admission import Admission
 from windfall.serve.app import make_app
 from windfall.serve.health import Health
 from windfall.serve.request_log import ID_HEADER
@@ -55,7 +56,7 @@ class Replica:
         if engine is None:
             gc.collect()
             gc.freeze()  # a collection over all objects of the model would interrupt texts
-        self.health = Health(self.engine, PROBE_SECONDS, fresh_seconds=0)
+        self.health = Health(Admission(self.engine, self._settings), PROBE_SECONDS, fresh_seconds=0)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application that `windfall serve` runs, too."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
 from windfall import __version__
-from windfall.engine.engine import Engine
-from windfall.serve.admission import Admission
+from windfall.serve.backend import Backend
 from windfall.serve.calls import served_name
 from windfall.serve.chat import chat_routes
 from windfall.serve.completions import completion_routes
@@ -23,10 +23,12 @@ from windfall.serve.models import model_routes
 from windfall.serve.openapi import describe
 from windfall.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from windfall.serve.request_log import RequestLog
-from windfall.serve.settings import Settings
+from windfall.serve.settings import SWITCH_SECONDS, Settings
 from windfall.serve.tokenize import tokenize_routes
 
-SWITCH_SECONDS = 5e-4  # after which a Python thread makes room for another: the engine's must not wait for long
+if TYPE_CHECKING:
+    from windfall.engine.engine import Engine
+
 
 BODIES: dict[str, type[BaseModel]] = {  # of the POST routes
     "/v1/chat/completions": ChatRequest,
@@ -38,21 +40,25 @@ BODIES: dict[str, type[BaseModel]] = {  # of the POST routes
 
 def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     """The OpenAI API over this engine, for any ASGI server. The caller closes the engine after the server has ended."""
-    settings = settings or Settings()
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-    admission = Admission(engine, settings)
-    metrics = Metrics(admission, served_name(admission))
+    from windfall.serve.admission import Admission  # imports torch
 
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+    return app_over(Admission(engine, settings or Settings()))
+
+
+def app_over(backend: Backend) -> FastAPI:
+    """The OpenAI API over an engine in this process or in another."""
+    settings, metrics = backend.settings, Metrics(backend, served_name(backend))
     app = FastAPI(title="windfall", version=__version__, docs_url=None, redoc_url=None)
     app.state.metrics = metrics
     for make_routes in (model_routes, chat_routes, completion_routes, tokenize_routes):
-        app.include_router(make_routes(admission))
-    app.include_router(metric_routes(metrics))
+        app.include_router(make_routes(backend))
+    app.include_router(metric_routes(backend, metrics))
     if settings.page:
         app.include_router(page_routes())
-        app.include_router(live_routes(admission))
+        app.include_router(live_routes(backend))
 
-    app.include_router(health_routes(admission))
+    app.include_router(health_routes(backend))
     add_handlers(app)
     describe(app, BODIES, keys=bool(settings.api_keys))
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)  # the last one added is the first that is called

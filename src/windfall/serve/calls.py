@@ -10,8 +10,9 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
-from windfall.engine.engine import Engine, Generation, Prompt
-from windfall.serve.admission import Admission, Job
+from windfall.engine.generation import Generation
+from windfall.engine.prompts import ModelInfo, Prompt
+from windfall.serve.backend import Backend, Job
 from windfall.serve.errors import ApiError, Disconnected
 from windfall.serve.policies import chosen
 from windfall.serve.protocol import Choice, GenerationRequest, ModelRequest, Stamp
@@ -27,20 +28,20 @@ SHARED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalt
 ONE_TOKEN = {"max_new_tokens": 1, "eos": (), "stop": ()}  # for the prompt alone: the token is left out of the answer
 
 
-def served_name(admission: Admission) -> str:
+def served_name(backend: Backend) -> str:
     """The name of the model that clients use."""
-    return admission.settings.model_name or admission.engine.target.name
+    return backend.settings.model_name or backend.model.name
 
 
-def check_model(admission: Admission, name: str | None) -> None:
+def check_model(backend: Backend, name: str | None) -> None:
     """Refuse the name of another model."""
-    known = served_name(admission)
+    known = served_name(backend)
     if name is not None and name != known:
         message = f"the model '{name}' does not exist; this server has '{known}'"
         raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
 
-async def read(request: Request, admission: Admission, kind: type[R]) -> R:
+async def read(request: Request, backend: Backend, kind: type[R]) -> R:
     """The body of a request for the served model.
 
     Content types other than JSON are refused, because web pages may send them to any server.
@@ -54,13 +55,13 @@ async def read(request: Request, admission: Admission, kind: type[R]) -> R:
     except ClientDisconnect:
         raise Disconnected from None
     asked = kind.model_validate_json(body)
-    check_model(admission, asked.model)
+    check_model(backend, asked.model)
     return asked
 
 
 async def submit(
     request: Request,
-    admission: Admission,
+    backend: Backend,
     asked: GenerationRequest,
     prompts: list[Prompt],
     raw: bool,
@@ -72,12 +73,13 @@ async def submit(
     `raw` leaves out the chat template; `limit` is the default number of new tokens; `more` are other keywords of
     `Engine.submit`.
     """
-    sampling = {**sampling_of(admission.engine, asked, limit), **more}
-    policy = chosen(admission.policies, asked.policy)
+    sampling = {**sampling_of(backend.model, asked, limit), **more}
+    policy = chosen(backend.policies, asked.policy)
     seeds = [None if asked.seed is None else asked.seed + number for number in range(asked.n)]
-    shortens = asked.limit is None
-    jobs = [Job(prompt, raw, {**sampling, "seed": seed}, shortens, policy) for prompt in prompts for seed in seeds]
-    texts = Texts(await while_connected(request.receive, admission.submit(jobs)), asked.n, asked.limit == 0)
+    whole_steps = asked.stream and asked.stream_options.include_speculation
+    how: dict[str, Any] = {"shortens": asked.limit is None, "policy": policy, "whole_steps": whole_steps}
+    jobs = [Job(prompt, raw, {**sampling, "seed": seed}, **how) for prompt in prompts for seed in seeds]
+    texts = Texts(await while_connected(request.receive, backend.submit(jobs)), asked.n, asked.limit == 0)
     request.state.texts = texts  # for the log
     return texts
 
@@ -114,29 +116,27 @@ def with_token_ids(form: Form) -> Form:
     return form._replace(chunks_of=chunks_of, choices_of=choices_of, only_text=False)
 
 
-async def answer(
-    request: Request, admission: Admission, asked: GenerationRequest, texts: Texts, form: Form
-) -> Response:
+async def answer(request: Request, backend: Backend, asked: GenerationRequest, texts: Texts, form: Form) -> Response:
     """The answer with these texts: a stream if it is wanted, else one JSON object."""
-    stamp = Stamp.new(form.prefix, served_name(admission))
+    stamp = Stamp.new(form.prefix, served_name(backend))
     form = with_token_ids(form) if asked.return_token_ids else form
     if asked.stream:
-        wanted, tokenizer = asked.stream_options, admission.engine.target.tokenizer
+        wanted, tokenizer = asked.stream_options, backend.model.tokenizer
         cycles = Cycles(texts, tokenizer, tuple(asked.stop)) if wanted.include_speculation else None
         with_text = form.with_text if form.only_text and cycles is None else None
         events = Events(stamp, form.chunk, wanted.include_usage, with_text)
-        given = (form.beginning, form.chunks_of, lambda: admission.engine.running, cycles)
+        given = (form.beginning, form.chunks_of, lambda: backend.streams, cycles)
         return EventStream(texts, chunks(texts, events, *given))
     done = await while_connected(request.receive, texts.results())
     whole = stamp.answer(form.whole, [*form.choices_of(done)], texts.usage())
     return Response(whole.model_dump_json(), media_type="application/json")
 
 
-def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> dict[str, Any]:
+def sampling_of(model: ModelInfo, asked: GenerationRequest, limit: int | None) -> dict[str, Any]:
     """The keywords of `Engine.submit`, without the seed."""
-    own_eos = () if asked.ignore_eos else engine.target.eos
+    own_eos = () if asked.ignore_eos else model.eos
     most = limit if asked.limit is None else asked.limit
-    _check_ids(engine, asked.stop_token_ids)
+    _check_ids(model, asked.stop_token_ids)
     return {
         **{name: getattr(asked, name) for name in SHARED},
         **({} if most is None else {"max_new_tokens": most}),
@@ -153,8 +153,8 @@ def sampling_of(engine: Engine, asked: GenerationRequest, limit: int | None) -> 
     }
 
 
-def _check_ids(engine: Engine, stop_token_ids: list[int]) -> None:
-    last = engine.target.vocab_size - 1
+def _check_ids(model: ModelInfo, stop_token_ids: list[int]) -> None:
+    last = model.vocab_size - 1
     if not all(0 <= token <= last for token in stop_token_ids):
         message = f"stop_token_ids takes token ids between 0 and {last}"
         raise ApiError(HTTPStatus.BAD_REQUEST, message, param="stop_token_ids")

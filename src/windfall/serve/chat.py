@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from windfall.core.errors import InputError
-from windfall.engine.engine import Generation
-from windfall.serve.admission import Admission
+from windfall.engine.generation import Generation
+from windfall.serve.backend import Backend
 from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Reports, make_reports, token_texts
 from windfall.serve.messages import check_chat, messages_for, template_of, tools_for
@@ -21,23 +21,23 @@ from windfall.serve.tool_stream import ToolStream, find_calls
 TOOL_CALLS = "tool_calls"  # finish reason
 
 
-def chat_routes(admission: Admission) -> APIRouter:
-    routes, names = APIRouter(), token_texts(admission.engine)
+def chat_routes(backend: Backend) -> APIRouter:
+    routes, names = APIRouter(), token_texts(backend.model)
 
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request) -> Response:
-        asked = await read(request, admission, ChatRequest)
-        check_chat(admission.engine.target)
+        asked = await read(request, backend, ChatRequest)
+        check_chat(backend.model)
         reports = make_reports(names, asked.token_logprobs is not None, [0] * asked.n)
-        messages = messages_for(admission.engine.target, asked.messages)
-        more = tool_keywords(admission, asked) | {"chat_template_kwargs": asked.chat_template_kwargs}
-        texts = await submit(request, admission, asked, [messages], False, admission.engine.target.context, **more)
+        messages = messages_for(backend.model, asked.messages)
+        more = tool_keywords(backend, asked) | {"chat_template_kwargs": asked.chat_template_kwargs}
+        texts = await submit(request, backend, asked, [messages], False, backend.model.context, **more)
         first = [ChatChunkChoice(index=i, delta={"role": "assistant", "content": ""}) for i in range(len(texts))]
         answers = Answers({tool.function.name for tool in asked.offered}, len(texts), reports)
         write = answers.chunks, answers.choices
         only_text = reports is None and not asked.offered
         form = Form("chatcmpl", "chat.completion", "chat.completion.chunk", first, *write, _with_text, only_text)
-        return await answer(request, admission, asked, texts, form)
+        return await answer(request, backend, asked, texts, form)
 
     return routes
 
@@ -46,16 +46,16 @@ def _with_text(index: int, text: str) -> ChatChunkChoice:
     return ChatChunkChoice(index=index, delta={"content": text} if text else {})
 
 
-def tool_keywords(admission: Admission, asked: ChatRequest) -> dict[str, Any]:
+def tool_keywords(backend: Backend, asked: ChatRequest) -> dict[str, Any]:
     """The keywords of `Engine.submit` for the tools of a request."""
     if not asked.offered:
         return {}
     if asked.constraint is not None:
         raise InputError("tools and structured output exclude each other; give one, or set tool_choice to 'none'")
-    target = admission.engine.target
-    given: dict[str, Any] = {"tools": tools_for(target, asked.offered)}
+    model = backend.model
+    given: dict[str, Any] = {"tools": tools_for(model, asked.offered)}
     if asked.must_call:
-        given["constraint"] = call_constraint(form_of(template_of(target)), asked.must_call, asked.may_call_several)
+        given["constraint"] = call_constraint(form_of(template_of(model)), asked.must_call, asked.may_call_several)
     return given
 
 

@@ -10,8 +10,9 @@ from fastapi.responses import Response
 
 from windfall.core.errors import InputError
 from windfall.core.logprobs import TokenLogprob
-from windfall.engine.engine import Engine, Generation, size_of
-from windfall.serve.admission import Admission
+from windfall.engine.generation import Generation
+from windfall.engine.prompts import size_of
+from windfall.serve.backend import Backend
 from windfall.serve.calls import Form, answer, read, submit
 from windfall.serve.logprobs import Placed, Reports, make_reports, token_texts
 from windfall.serve.protocol import CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -28,21 +29,21 @@ class Echo(NamedTuple):
     ids: list[int] | None = None  # if their log-probabilities are wanted
 
 
-def completion_routes(admission: Admission) -> APIRouter:
-    routes, names = APIRouter(), token_texts(admission.engine)
+def completion_routes(backend: Backend) -> APIRouter:
+    routes, names = APIRouter(), token_texts(backend.model)
 
     @routes.post("/v1/completions", response_model=None)
     async def complete(request: Request) -> Response:
-        asked = await read(request, admission, CompletionRequest)
+        asked = await read(request, backend, CompletionRequest)
         echoes = [Echo()] * asked.texts
         if asked.echo:
-            echoes = await admission.prompts.run(size_of(asked.prompt), _echoes, admission.engine, asked)
+            echoes = await backend.prompts.run(size_of(asked.prompt), _echoes, backend, asked)
         reports = make_reports(names, asked.logprobs is not None, [len(echo.text) for echo in echoes])
-        texts = await submit(request, admission, asked, [*asked.prompt], True, DEFAULT_TOKENS)
+        texts = await submit(request, backend, asked, [*asked.prompt], True, DEFAULT_TOKENS)
         choices = Choices(echoes, reports)
         write = choices.beginning(), choices.chunks, choices.whole
         form = Form("cmpl", OBJECT, OBJECT, *write, _with_text, only_text=reports is None)
-        return await answer(request, admission, asked, texts, form)
+        return await answer(request, backend, asked, texts, form)
 
     return routes
 
@@ -51,18 +52,18 @@ def _with_text(index: int, text: str) -> CompletionChoice:
     return CompletionChoice(index=index, text=text)
 
 
-def _echoes(engine: Engine, asked: CompletionRequest) -> list[Echo]:
+def _echoes(backend: Backend, asked: CompletionRequest) -> list[Echo]:
     with_ids = asked.prompt_logprobs is not None
-    return [echo for prompt in asked.prompt for echo in [_echo(engine, prompt, with_ids)] * asked.n]
+    return [echo for prompt in asked.prompt for echo in [_echo(backend, prompt, with_ids)] * asked.n]
 
 
-def _echo(engine: Engine, prompt: str | list[int], with_ids: bool) -> Echo:
-    ids = engine.encode(prompt, raw=True) if with_ids or not isinstance(prompt, str) else []
+def _echo(backend: Backend, prompt: str | list[int], with_ids: bool) -> Echo:
+    ids = backend.encoder.encode(prompt, raw=True) if with_ids or not isinstance(prompt, str) else []
     if isinstance(prompt, str):
         return Echo(prompt, ids if with_ids else None)
-    if engine.target.tokenizer is None:
+    if backend.model.tokenizer is None:
         raise InputError("echo needs a tokenizer; this model has none")
-    return Echo(engine.target.tokenizer.decode(ids, skip_special_tokens=True), ids if with_ids else None)
+    return Echo(backend.model.tokenizer.decode(ids, skip_special_tokens=True), ids if with_ids else None)
 
 
 class Choices:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import Empty, LifoQueue
 from typing import TYPE_CHECKING
@@ -35,19 +34,29 @@ class LimitedGrammars:
         for _ in range(MAX_TRIALS):
             self._idle.put(None)
 
-    async def compile(self, constraints: Iterable[Constraint]) -> list[Grammar]:
+    async def compile(self, constraints: list[Constraint]) -> list[Grammar]:
         """The grammars of these constraints, which the engine finds as long as the caller keeps them."""
-        return [await self._one(constraint) for constraint in constraints]
+        known = self.find(constraints)
+        return await asyncio.wrap_future(self.start(constraints)) if known is None else known
 
-    async def _one(self, constraint: Constraint) -> Grammar:
-        if len(constraint.source) > self._max_characters:
-            size = f"{self._max_characters} characters at most here, not {len(constraint.source)}"
-            raise InputError(f"a {constraint.name} has {size}")
+    def find(self, constraints: list[Constraint]) -> list[Grammar] | None:
+        """The grammars of these constraints, if all are compiled. One that is too long is refused."""
+        for constraint in constraints:
+            if len(constraint.source) > self._max_characters:
+                size = f"{self._max_characters} characters at most here, not {len(constraint.source)}"
+                raise InputError(f"a {constraint.name} has {size}")
+        known = [grammar for grammar in map(self._grammars.find, constraints) if grammar is not None]
+        return known if len(known) == len(constraints) else None
+
+    def start(self, constraints: list[Constraint]) -> Future[list[Grammar]]:
+        """Compile these constraints in another thread."""
+        return self._threads.submit(lambda: [self._one(constraint) for constraint in constraints])
+
+    def _one(self, constraint: Constraint) -> Grammar:
         if (known := self._grammars.find(constraint)) is not None:
             return known
         check_installed(constraint)
-        work = self._try if needs_trial(constraint) else self._grammars.compile
-        return await asyncio.wrap_future(self._threads.submit(work, constraint))
+        return self._try(constraint) if needs_trial(constraint) else self._grammars.compile(constraint)
 
     def _try(self, constraint: Constraint) -> Grammar:
         with self._trial() as trial:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from windfall import __version__, registry
-from windfall.serve.admission import Admission
+from windfall import __version__
+from windfall.serve.backend import Backend, Figures
 from windfall.serve.calls import served_name
 
 
@@ -55,26 +52,26 @@ class Live(BaseModel):
     totals: Totals
 
 
-def live_routes(admission: Admission) -> APIRouter:
-    routes, about = APIRouter(), _about(admission)
+def live_routes(backend: Backend) -> APIRouter:
+    routes, about = APIRouter(), _about(backend)
 
     @routes.get("/live")
     async def live() -> Live:
-        return live_figures(admission, about)
+        await backend.refresh()
+        return live_figures(backend.figures, about)
 
     return routes
 
 
-def live_figures(admission: Admission, about: About) -> Live:
+def live_figures(now: Figures, about: About) -> Live:
     """The load now. The counts are read while the engine goes on, so they may be of different rounds."""
-    engine = admission.engine
-    counters, busy = engine.counters, engine.running > 0
-    sizes = counters.use.budget if busy else None
+    counters, busy = now.counters, now.running > 0
+    sizes = now.budget if busy else None
     return Live(
         about=about,
-        running=engine.running,
-        waiting=max(admission.unfinished - engine.running, 0),
-        cache_use=counters.use.memory if busy or counters.use.memory is None else 0.0,
+        running=now.running,
+        waiting=max(now.unfinished - now.running, 0),
+        cache_use=now.memory if busy or now.memory is None else 0.0,
         budget=None if sizes is None else Budget(draft_passes=sizes.passes, rows=sizes.rows),
         totals=Totals(
             rounds=counters.rounds,
@@ -86,25 +83,14 @@ def live_figures(admission: Admission, about: About) -> Live:
     )
 
 
-def _known_name(made: Any, known: Mapping[str, str]) -> str:
-    """The name by which the command line knows this policy or drafter; the name of its class, if it is not built in."""
-    cls = type(made)
-    return {path: name for name, path in known.items()}.get(f"{cls.__module__}:{cls.__name__}", cls.__name__)
-
-
-def _about(admission: Admission) -> About:
-    engine, settings = admission.engine, admission.settings
-    target = engine.target
+def _about(backend: Backend) -> About:
     return About(
-        model=served_name(admission),
+        model=served_name(backend),
         version=__version__,
-        device=str(target.device),
-        dtype=str(target.decoder.dtype).removeprefix("torch."),
-        drafter=_known_name(engine.drafter, registry.DRAFTERS),
-        policy=_known_name(engine.policy, registry.POLICIES),
-        policies=[*admission.policies],
-        chat=bool(getattr(target.tokenizer, "chat_template", None)),
-        context=target.context,
-        max_requests=engine.max_requests,
-        max_queue=settings.max_queue,
+        **backend.about._asdict(),
+        policies=[*backend.policies],
+        chat=bool(getattr(backend.model.tokenizer, "chat_template", None)),
+        context=backend.model.context,
+        max_requests=backend.max_requests,
+        max_queue=backend.settings.max_queue,
     )

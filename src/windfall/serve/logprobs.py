@@ -10,7 +10,8 @@ from windfall.core.detokenizer import Detokenizer
 from windfall.core.errors import InputError
 from windfall.core.logprobs import LOWEST, TokenLogprob
 from windfall.core.token_text import TokenTexts
-from windfall.engine.engine import Engine, Generation
+from windfall.engine.generation import Generation
+from windfall.engine.prompts import ModelInfo
 from windfall.serve.protocol import ChatLogprobs, CompletionLogprobs, LogprobOfToken, LogprobWithTop
 from windfall.serve.texts import End, Piece
 
@@ -116,9 +117,9 @@ class Reports:
         return text.text if text.whole else f"bytes:{text.text}"
 
 
-def token_texts(engine: Engine) -> TokenTexts | None:
+def token_texts(model: ModelInfo) -> TokenTexts | None:
     """The texts of the model's tokens; None if it has no tokenizer."""
-    return None if engine.target.tokenizer is None else TokenTexts(engine.target.tokenizer)
+    return None if model.tokenizer is None else TokenTexts(model.tokenizer)
 
 
 def make_reports(names: TokenTexts | None, wanted: bool, starts: list[int]) -> Reports | None:

@@ -13,10 +13,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from windfall.engine.counters import Counters, Histogram
-from windfall.serve.admission import Admission
+from windfall.serve.backend import Answers, Backend, Figures
 from windfall.serve.guard import OPEN_PATHS
 
 OWN, VLLM = "windfall:", "vllm:"  # prefixes of names
+OF_ONE_PROCESS = ("process_start_time_seconds", "process_max_fds")
 REFUSALS = {  # reasons by status
     HTTPStatus.BAD_REQUEST: "bad_request",
     HTTPStatus.UNAUTHORIZED: "invalid_api_key",
@@ -35,32 +36,31 @@ class Metrics:
     The engine counts plain numbers during its rounds; they become metrics when somebody asks for them.
     """
 
-    def __init__(self, admission: Admission, model_name: str):
-        self._admission, self._labels = admission, {"model_name": model_name}
-        self._answers: Counter[tuple[str, int]] = Counter()  # by route and status
+    def __init__(self, backend: Backend, model_name: str):
+        self._backend, self._labels = backend, {"model_name": model_name}
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        ProcessCollector(registry=self.registry)
+        self.registry.register(ProcessMetrics(backend))
 
     def add_answer(self, route: str, status: int) -> None:
-        """Count an answer."""
-        self._answers[route, status] += 1
+        """Count an answer of this process."""
+        self._backend.answers[route, status] += 1
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as prometheus_client asks for them. Any thread may ask."""
-        counters = self._admission.engine.counters
-        yield from self._gauges(counters)
+        figures = self._backend.figures
+        counters = figures.counters
+        yield from self._gauges(figures)
         yield from self._counts(counters)
         yield from self._histograms(counters)
         yield from self._drafts(counters)
-        yield from self._http()
+        yield from self._http(figures.answers)
 
-    def _gauges(self, counters: Counters) -> Iterator[Metric]:
-        engine, used = self._admission.engine, counters.use
-        running = engine.running
-        memory = used.memory if running else 0.0
-        budget = used.budget if running else None
-        waiting = engine.waiting + self._admission.expected
+    def _gauges(self, figures: Figures) -> Iterator[Metric]:
+        running = figures.running
+        memory = figures.memory if running else 0.0
+        budget = figures.budget if running else None
+        waiting = figures.waiting + figures.expected
         yield self._gauge("num_requests_waiting", "texts that wait in the queue", waiting)
         yield self._gauge("num_requests_running", "texts that run", running)
         yield self._gauge("kv_cache_usage_perc", "share of the memory for KV caches in use; 1 is all of it", memory)
@@ -104,10 +104,10 @@ class Metrics:
                 by_depth.add_metric([*self._labels.values(), str(depth - 1)], count)
             yield by_depth
 
-    def _http(self) -> Iterator[Metric]:
+    def _http(self, counted: Answers) -> Iterator[Metric]:
         answers = CounterMetricFamily(f"{OWN}http_requests", "answers by route and status", labels=["route", "status"])
         refused: Counter[str] = Counter(dict.fromkeys(REFUSALS.values(), 0))
-        for (route, status), count in sorted(dict(self._answers).items()):
+        for (route, status), count in sorted(dict(counted).items()):
             answers.add_metric([route, str(status)], count)
             if status in REFUSALS and route not in OPEN_PATHS:
                 refused[REFUSALS[HTTPStatus(status)]] += count
@@ -133,16 +133,37 @@ class Metrics:
         return made
 
 
+class ProcessMetrics:
+    """Memory, CPU time and open files of all processes of the server; start and limits are those of the first."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client asks for them."""
+        found = [each for each in map(_of_process, self._backend.figures.processes) if each]
+        for name, family in found[0].items() if found else ():
+            if name not in OF_ONE_PROCESS:
+                value = sum(other[name].samples[0].value for other in found if name in other)
+                family.samples = [family.samples[0]._replace(value=value)]
+            yield family
+
+
+def _of_process(process: int) -> dict[str, Metric]:
+    return {family.name: family for family in ProcessCollector(pid=lambda: process, registry=None).collect()}
+
+
 def _buckets(values: Histogram) -> list[tuple[str, float]]:
     return list(zip([*map(str, map(float, values.bounds)), "+Inf"], values.cumulative, strict=True))
 
 
-def metric_routes(metrics: Metrics) -> APIRouter:
+def metric_routes(backend: Backend, metrics: Metrics) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def read() -> Response:
         """Numbers for Prometheus."""
+        await backend.refresh(answers=True)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return routes

@@ -6,14 +6,14 @@ import time
 
 from fastapi import APIRouter
 
-from windfall.serve.admission import Admission
+from windfall.serve.backend import Backend
 from windfall.serve.calls import check_model, served_name
 from windfall.serve.protocol import Model, ModelList
 
 
-def model_routes(admission: Admission) -> APIRouter:
-    routes, target = APIRouter(), admission.engine.target
-    served = Model(id=served_name(admission), created=int(time.time()), max_model_len=target.context)
+def model_routes(backend: Backend) -> APIRouter:
+    routes = APIRouter()
+    served = Model(id=served_name(backend), created=int(time.time()), max_model_len=backend.model.context)
 
     @routes.get("/v1/models")
     async def models() -> ModelList:
@@ -21,7 +21,7 @@ def model_routes(admission: Admission) -> APIRouter:
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
-        check_model(admission, name)
+        check_model(backend, name)
         return served
 
     return routes

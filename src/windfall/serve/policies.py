@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from windfall import registry
-from windfall.policies.base import TreePolicy
 from windfall.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from windfall.policies.base import TreePolicy
 
 PLAIN = "none"  # plain decoding, which every request may choose
 
@@ -17,9 +20,9 @@ def offered(names: Iterable[str]) -> dict[str, TreePolicy]:
     return {name: registry.policy(name) for name in dict.fromkeys((PLAIN, *names))}
 
 
-def chosen(policies: Mapping[str, TreePolicy], name: str | None) -> TreePolicy | None:
-    """The policy that a request names; None: the server's."""
+def chosen(policies: Collection[str], name: str | None) -> str | None:
+    """The policy that a request names, if it is offered; None: the server's."""
     if name is not None and name not in policies:
         message = f"the policy '{name}' is not offered to requests; this server offers {', '.join(policies)}"
         raise ApiError(HTTPStatus.BAD_REQUEST, message, param="policy", code="policy_not_offered")
-    return None if name is None else policies[name]
+    return name

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from windfall.engine.engine import LONG_TEXT
+from windfall.engine.prompts import LONG_TEXT
 from windfall.serve.errors import too_busy
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windfall.engine.counters import FAILED
-from windfall.engine.request import CANCELLED
+from windfall.engine.handle import CANCELLED
 from windfall.serve.errors import CLIENT_CLOSED_REQUEST
 from windfall.serve.guard import OPEN_PATHS
 from windfall.serve.texts import Texts

@@ -7,16 +7,20 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from windfall.core.errors import InputError
-from windfall.engine.engine import Engine
 from windfall.serve.settings import DRAIN_SECONDS
+
+if TYPE_CHECKING:
+    from windfall.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +58,22 @@ def address(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Server:
-    """A server that logs warnings and errors only."""
+class Server(uvicorn.Server):
+    """A server that makes a call in its event loop before it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, before: Callable[[], None]):
+        super().__init__(config)
+        self._before = before
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._before()
+        await super().startup(sockets)
+
+
+def make_server(
+    app: FastAPI, drain_seconds: int = DRAIN_SECONDS, before: Callable[[], None] = lambda: None
+) -> uvicorn.Server:
+    """A server that logs warnings and errors only. `before` is called in its event loop when it starts."""
 
     async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
         """The app; uvicorn would print a traceback of a request that it cancels itself."""
@@ -70,7 +88,7 @@ def make_server(app: FastAPI, drain_seconds: int = DRAIN_SECONDS) -> uvicorn.Ser
         lifespan="off",
         timeout_graceful_shutdown=drain_seconds,
     )
-    return uvicorn.Server(config)
+    return Server(config, before)
 
 
 def run(app: FastAPI, bound: socket.socket, engine: Engine, drain_seconds: int = DRAIN_SECONDS) -> None:
@@ -80,8 +98,7 @@ def run(app: FastAPI, bound: socket.socket, engine: Engine, drain_seconds: int =
     """
     server = make_server(app, drain_seconds)
     engine.when_lost(lambda: setattr(server, "should_exit", True))
-    received: list[int] = []
-    with _recorded_signals(received):
+    with received_signals() as received:
         server.run(sockets=[bound])
     if engine.lost is not None:
         log.error("the server ends, because its device is lost: %s", engine.lost)
@@ -91,11 +108,24 @@ def run(app: FastAPI, bound: socket.socket, engine: Engine, drain_seconds: int =
 
 
 @contextmanager
-def _recorded_signals(received: list[int]) -> Iterator[None]:
-    """uvicorn handles signals, and sends them again when it ends. Then the caller has to close the engine."""
-    before = {each: signal.signal(each, lambda number, _: received.append(number)) for each in SIGNALS}
+def received_signals(wake: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """The signals that ask the server to end, as they are received in this block; `wake` is called after each.
+
+    uvicorn handles signals, and sends them again when it ends. Then the caller has to close the engine. Only the main
+    thread receives signals.
+    """
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        received.append(number)
+        wake()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {each: signal.signal(each, receive) for each in SIGNALS}
     try:
-        yield
+        yield received
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -11,6 +11,7 @@ from windfall.core.options import is_number
 MAX_BODY_BYTES = 4 * 2**20
 MAX_QUEUE = 64  # requests
 GRAMMAR_SECONDS = 10.0  # to compile a schema, a regular expression or a grammar
+SWITCH_SECONDS = 5e-4  # after which a Python thread makes room for another: the engine's must not wait for long
 DRAIN_SECONDS = 30  # that running requests have after SIGTERM or Ctrl-C
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from windfall.core.detokenizer import Detokenizer
-from windfall.core.types import Split, Step
+from windfall.core.step import NodeArrays, Split, Step
 from windfall.serve.protocol import Answer
 from windfall.serve.texts import Texts
 
@@ -78,7 +78,8 @@ class Cycles:
     def describe(self, number: int, step: Step) -> Cycle:
         """The next cycle of the text with this number."""
         self._counts[number] += 1
-        nodes = _nodes(step, self._words)
+        about = step.node_arrays
+        nodes = _nodes(about, self._words)
         return Cycle(
             index=number,
             at=round(self._texts.seconds(number, self._counts[number] - 1), DIGITS),
@@ -89,7 +90,7 @@ class Cycles:
             verified_tokens=step.rows - 1,
             accepted_tokens=min(step.accepted, len(step.tokens)),
             nodes=nodes,
-            left_out=len(step.drafted) - len(nodes),
+            left_out=len(about.drafted.tokens) - len(nodes),
             whole_tree=step.whole_tree,
         )
 
@@ -108,12 +109,12 @@ class Cycles:
         ]
 
 
-def _nodes(step: Step, words: Any) -> list[Node]:
+def _nodes(about: NodeArrays, words: Any) -> list[Node]:
     """The most likely nodes and the accepted ones, each after its parent."""
-    tree, kept = step.drafted.arrays, step.kept.numpy()
-    verified, accepted = np.zeros((2, len(step.drafted)), bool)
-    verified[kept] = True
-    accepted[kept[step.path.numpy()]] = True
+    tree = about.drafted
+    verified, accepted = np.zeros((2, len(tree.tokens)), bool)
+    verified[about.verified] = True
+    accepted[about.accepted] = True
     shown = accepted.copy()
     shown[np.argsort(-tree.score, kind="stable")[:MAX_NODES]] = True
     for node in np.flatnonzero(shown)[1:].tolist():

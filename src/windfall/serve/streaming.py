@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from windfall.core.types import Step
+from windfall.core.step import Step
 from windfall.serve.errors import Disconnected, as_api_error
 from windfall.serve.protocol import Choice, Stamp, Usage
 from windfall.serve.speculation import Cycle, CycleChunk, Cycles

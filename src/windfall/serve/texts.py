@@ -7,15 +7,11 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-import torch
-
 from windfall.core.logprobs import TokenLogprob
 from windfall.core.stats import Totals
-from windfall.core.tree import DraftTree
-from windfall.core.types import Step
-from windfall.engine.engine import Generation
-from windfall.engine.generation import text_of
-from windfall.engine.request import CANCELLED, Handle
+from windfall.core.step import NodeArrays, PlainStep, Step
+from windfall.engine.generation import Generation, text_of
+from windfall.engine.handle import CANCELLED, Handle
 from windfall.serve.errors import shutting_down
 from windfall.serve.protocol import Speculation, Usage
 
@@ -157,9 +153,10 @@ class Texts:
 
 def _prompt_of(step: Step) -> Step:
     """The first Step of a text without its token; it has the log-probabilities of the prompt."""
-    root, node = DraftTree.root(0), torch.zeros(1, dtype=torch.long)
-    made = Step((), "", root, node, root, node, 0, step.seconds, LENGTH, prefill_seconds=step.prefill_seconds)
-    return replace(made, logprobs=None if step.logprobs is None else (), prompt_logprobs=step.prompt_logprobs)
+    logprobs = None if step.logprobs is None else ()
+    made = PlainStep((), (0, 1, 0, 0, 0), LENGTH, logprobs, step.prompt_logprobs)
+    made.add_tree(NodeArrays.root(0), step.seconds, whole_tree=True)
+    return made
 
 
 async def _follow(

@@ -7,48 +7,49 @@ import asyncio
 from fastapi import APIRouter, Request
 
 from windfall.core.errors import InputError
-from windfall.engine.engine import Engine, size_of
-from windfall.serve.admission import Admission
+from windfall.engine.prompts import ModelInfo, size_of
+from windfall.serve.backend import Backend
 from windfall.serve.calls import read
 from windfall.serve.messages import messages_for, tools_for
 from windfall.serve.protocol import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 
-def tokenize_routes(admission: Admission) -> APIRouter:
-    routes, engine = APIRouter(), admission.engine
+def tokenize_routes(backend: Backend) -> APIRouter:
+    routes = APIRouter()
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Tokenized:
-        asked = await read(request, admission, TokenizeRequest)
+        asked = await read(request, backend, TokenizeRequest)
         characters = size_of(asked.model_dump(include={"prompt", "messages", "tools"}))
-        return await admission.prompts.run(characters, _tokenize, engine, asked)
+        return await backend.prompts.run(characters, _tokenize, backend, asked)
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Detokenized:
-        asked = await read(request, admission, DetokenizeRequest)
-        return await asyncio.to_thread(_detokenize, engine, asked.tokens)
+        asked = await read(request, backend, DetokenizeRequest)
+        return await asyncio.to_thread(_detokenize, backend.model, asked.tokens)
 
     return routes
 
 
-def _tokenize(engine: Engine, asked: TokenizeRequest) -> Tokenized:
+def _tokenize(backend: Backend, asked: TokenizeRequest) -> Tokenized:
+    model, encoder = backend.model, backend.encoder
     messages, special = asked.messages, asked.add_special_tokens
     if messages is None:
-        tokens = engine.tokenize(asked.prompt, raw=True, special=special)
+        tokens = encoder.tokenize(asked.prompt, raw=True, special=special)
     else:
-        given, tools = messages_for(engine.target, messages), tools_for(engine.target, asked.tools)
+        given, tools = messages_for(model, messages), tools_for(model, asked.tools)
         how = (asked.add_generation_prompt, asked.chat_template_kwargs)
-        tokens = engine.tokenize(given, False, tools, special, *how)
+        tokens = encoder.tokenize(given, False, tools, special, *how)
     return Tokenized(
         count=len(tokens),
-        max_model_len=engine.target.context,
+        max_model_len=model.context,
         tokens=tokens,
-        token_strs=engine.target.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None,
+        token_strs=model.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None,
     )
 
 
-def _detokenize(engine: Engine, tokens: list[int]) -> Detokenized:
-    tokenizer, vocabulary = engine.target.tokenizer, engine.target.vocab_size
+def _detokenize(model: ModelInfo, tokens: list[int]) -> Detokenized:
+    tokenizer, vocabulary = model.tokenizer, model.vocab_size
     if tokenizer is None:
         raise InputError("detokenize needs a tokenizer; this model has none")
     if not all(0 <= token < vocabulary for token in tokens):
