@@ -56,7 +56,7 @@ class Counters:
     def add_round(self, steps: Sequence[tuple[Progress, Step]], counts: Sequence[Counts], use: Use, now: float) -> None:
         """Count a round that has ended now; `counts`: of each Step. The requests do not have these Steps yet.
 
-        Progresss whose Steps are alike are counted together: most had their last Step at the same time.
+        Requests whose Steps are alike are counted together: most had their last Step at the same time.
         """
         self.use = use
         if not steps:
