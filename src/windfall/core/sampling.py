@@ -15,7 +15,7 @@ from torch import Tensor
 from windfall.core.cutoff import cutoffs
 from windfall.core.logprobs import PROCESSED
 from windfall.core.tree import DraftTree
-from windfall.core.types import SamplingParams
+from windfall.core.types import FULL_PRECISION, SamplingParams
 
 
 def signed(value: int) -> int:
@@ -201,9 +201,17 @@ class Sampler:
         all nodes are drawn at once.
         """
         self.forget_processed()
+        if logits.device.type == "cpu" and self._takes_largest and logits.dtype in FULL_PRECISION:
+            rows = logits.numpy()  # whose argmax takes 5 microseconds; the calls below take 80
+            return lambda node: int(rows[node].argmax())
         if logits.device.type == "cpu" or self.params.processors:
             return lambda node: int(self._draw(tree, logits, committed, torch.tensor([node])))
         return self._draw(tree, logits, committed, torch.arange(len(tree))).tolist().__getitem__
+
+    @property
+    def _takes_largest(self) -> bool:
+        """Whether draws take the largest logit, as it is."""
+        return self.params.greedy and not (self.params.reads_prefix or self.params.logit_bias)
 
     def forget_processed(self) -> None:
         """A new pass begins: processed logits of the last one mean nothing for its tree."""
