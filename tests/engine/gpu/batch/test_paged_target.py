@@ -219,12 +219,14 @@ def test_pages_of_a_failed_join_are_not_remembered(monkeypatch: pytest.MonkeyPat
     assert torch.allclose(target.score(roots)[0].logits, found.target.score(roots)[0].logits, atol=1e-9)
 
 
-def test_passes_of_one_size_share_the_memory_of_their_logits() -> None:
+def test_passes_share_the_memory_of_their_logits() -> None:
     target, _ = made()
     texts = [prompt(9, seed=seed) for seed in range(2)]
     target.prefill(texts)
     for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=1), SamplingParams(top_k=2, seed=1)):
-        for sizes in ((5, 3), (1, 1)):
+        for sizes in ((5, 3), (1, 1), (20, 9)):
             target.params = [params] * 2
             target.score(trees_after(texts, sizes))
-    assert [*target._logits] == [8]
+    assert [*target._logits] == [64]
+    target.score(trees_after(texts, (40, 30)))
+    assert {rows: len(logits) for rows, logits in target._logits.items()} == {64: 64, 256: 256}

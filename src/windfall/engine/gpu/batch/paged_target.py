@@ -35,6 +35,7 @@ DEPTHS = (16, MAX_VERIFY_ROWS)  # levels of trees in captured passes; longer lin
 SPANS = (32, 128, 512, 2048, 8192)  # pages of a sequence that captured passes read
 NO_TREE = 0  # levels in a pass whose rows are chains
 ROWS = ("tokens", "parents", "depth")  # the arrays of a tree that describe its rows
+LOGIT_ROWS = (64, 256, MAX_ROUND_ROWS)  # of buffers for logits; a large one is made when it is first needed
 MOVES = (16, 128, MAX_ROUND_ROWS)  # rows of captured commits
 
 
@@ -95,7 +96,7 @@ class PagedTarget:
         width, dtype = gpu_target.width, gpu_target.dtype
         self._states = torch.zeros(rows, width, dtype=dtype, device=device) if gpu_target.taps else None
         self._chunk = ChunkBuffers(device, seats, self._tile_rows)
-        self._logits: dict[int, Tensor] = {}  # those of the last pass, by its size
+        self._logits: dict[int, Tensor] = {}  # those of the last pass, by the rows of the buffer
         gpu_target.graph_cache.independent.add(self._buffers_id)
 
     def close(self) -> None:
@@ -231,7 +232,8 @@ class PagedTarget:
         key = ("host verify", size, depth, draws, self._span, self._buffers_id)
         cache.run(key, partial(self._run_rows, size, depth, draws))
         cache.wait()
-        drawn, logits = self._drawn.host["tokens"].tolist() if draws else [], self._logits[size]
+        count, logits = sum(map(len, trees)), self._logits[buffer_rows(size)]
+        drawn = self._drawn.host["tokens"][:count].tolist() if draws else []
         found, row = [], 0
         for seat, tree in zip(seats, trees, strict=True):
             own, params = slice(row, row + len(tree)), self.params[seat]
@@ -306,9 +308,10 @@ class PagedTarget:
         given = Pass.in_pages(there["tokens"], there["positions"], there["slots"], paths)
         logits, states = self.cache.forward(given, self.cache.kv, gpu_target.taps, 0)
         logits = logits[:size]
-        if size not in self._logits:  # in an eager run: the first run of a graph's work is not captured
-            self._logits[size] = torch.empty_like(logits)
-        self._logits[size].copy_(logits)  # graphs share this memory: there are many, and logits are large
+        buffer = buffer_rows(size)
+        if buffer not in self._logits:  # in an eager run: the first run of a graph's work is not captured
+            self._logits[buffer] = logits.new_empty(buffer, logits.shape[1])
+        self._logits[buffer][:size].copy_(logits)  # graphs share this memory: there are many, and logits are large
         if self._states is not None and states is not None:  # other graphs may reuse the memory
             self._states[:size].copy_(states[:size])
         if draws is not None:
@@ -349,6 +352,11 @@ class PagedTarget:
     def states(self, hidden: Tensor, path: Tensor) -> Tensor:
         """The hidden states [N, taps * H] of a committed path."""
         return hidden.index_select(0, place(path.tolist(), hidden.device))
+
+
+def buffer_rows(size: int) -> int:
+    """Rows of the buffer for the logits of a pass of this size."""
+    return LOGIT_ROWS[bisect_left(LOGIT_ROWS, size)]
 
 
 def draws_alone(params: SamplingParams) -> bool:
