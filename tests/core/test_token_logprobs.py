@@ -10,7 +10,7 @@ import torch
 from helpers.cli import character_tokenizer
 from helpers.tokenizers import byte_level, sentence_pieces
 from windfall.core.errors import InputError
-from windfall.core.logprobs import token_logprobs, top_tokens
+from windfall.core.logprobs import Asked, token_logprobs, token_logprobs_of_all
 from windfall.core.token_text import TokenTexts
 from windfall.core.types import SamplingParams
 
@@ -36,10 +36,22 @@ def test_half_precision_is_computed_in_float32() -> None:
 def test_ties_are_ordered_by_id_and_excluded_tokens_are_left_out() -> None:
     row = torch.tensor([0.0, 2.0, 1.0, 2.0, 1.0, 1.0, -torch.inf]).log_softmax(-1)
     for count in range(1, 8):
-        (found,) = top_tokens(row[None], count)
-        assert [token for token, _ in found] == [1, 3, 2, 4, 5, 0][:count]
+        (found,) = token_logprobs(row[None], [1], count)
+        assert [token for token, _ in found.top] == [1, 3, 2, 4, 5, 0][:count]
     (only,) = token_logprobs(torch.tensor([[0.0, -torch.inf]]), [0], 20)  # more than there are tokens
     assert only == (0, 0.0, ((0, 0.0),))
+
+
+@pytest.mark.parametrize("together", [256, 4], ids=["together", "in parts"])
+def test_those_of_several_texts_are_those_of_each_alone(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.core.logprobs.MAX_ROWS", together)
+    torch.manual_seed(0)
+    asked = [
+        Asked(torch.randn(count, 30).round(), torch.randint(30, (count,)).tolist(), most)  # with ties
+        for count, most in ((2, 3), (1, 0), (5, 40), (3, 1))
+    ]
+    assert token_logprobs_of_all(asked) == [token_logprobs(*own) for own in asked]
+    assert token_logprobs_of_all([]) == []
 
 
 @pytest.mark.parametrize("wrong", [{"logprobs": -1}, {"logprobs": True}, {"prompt_logprobs": 1.5}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 
 RAW, PROCESSED = "raw", "processed"  # the model's own distribution, or the one that the token was drawn from
 MODES = (RAW, PROCESSED)
+MAX_ROWS = 256  # whose log-probabilities are computed together: more would take much memory
 LOWEST = -9999.0  # stands for minus infinity in JSON, which does not have it
 
 
@@ -21,28 +23,61 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (token, log-probability), the most likely first; not those of -inf
 
 
+class Asked(NamedTuple):
+    """The log-probabilities that a text wants."""
+
+    logits: Tensor  # [n, V]
+    tokens: list[int]  # one for each row
+    most_likely: int  # number of the most likely tokens to list
+
+
 def token_logprobs(logits: Tensor, tokens: list[int], count: int) -> tuple[TokenLogprob, ...]:
     """The log-probabilities of one token for each row of logits [n, V], and of the `count` most likely ones.
 
     They are computed in float32, or in float64 if the logits are.
     """
+    (found,) = token_logprobs_of_all([Asked(logits, tokens, count)])
+    return found
+
+
+def token_logprobs_of_all(asked: Sequence[Asked]) -> list[tuple[TokenLogprob, ...]]:
+    """The same for several texts, whose results come from the device together."""
+    found: list[tuple[TokenLogprob, ...]] = []
+    part: list[Asked] = []
+    for own in asked:
+        if part and sum(len(each.tokens) for each in (*part, own)) > MAX_ROWS:
+            found += _together(part)
+            part = []
+        part.append(own)
+    return found + _together(part) if part else found
+
+
+def _together(asked: list[Asked]) -> list[tuple[TokenLogprob, ...]]:
     import torch  # on first use: a process without a model can do without it
 
+    logits = torch.cat([own.logits for own in asked]) if len(asked) > 1 else asked[0].logits
     logs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    tokens, size = [token for own in asked for token in own.tokens], logs.shape[-1]
     chosen = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
-    tops = top_tokens(logs, min(count, logs.shape[-1])) if count else [()] * len(tokens)
-    return tuple(map(TokenLogprob, tokens, chosen, tops))
-
-
-def top_tokens(logs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """The most likely tokens of rows of log-probabilities [n, V]; of equally likely ones, those with the lower ids."""
-    found = logs.topk(min(count + 1, logs.shape[-1]))
-    rows = zip(logs, found.indices.tolist(), found.values.tolist(), strict=True)
-    return [_in_order(row, ids, values, count) for row, ids, values in rows]
+    most = min(max(own.most_likely for own in asked), size)
+    best = logs.topk(min(most + 1, size)) if most else None
+    ids, values = ([], []) if best is None else (best.indices.tolist(), best.values.tolist())
+    found, end = [], 0
+    for own in asked:
+        start, end, count = end, end + len(own.tokens), min(own.most_likely, size)
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(own.tokens)
+        if count:
+            few = slice(count + 1)
+            tops = [_in_order(logs[row], ids[row][few], values[row][few], count) for row in range(start, end)]
+        found.append(tuple(map(TokenLogprob, own.tokens, chosen[start:end], tops)))
+    return found
 
 
 def _in_order(row: Tensor, ids: list[int], values: list[float], count: int) -> tuple[tuple[int, float], ...]:
-    """The first `count` of these most likely tokens of a row [V]; there is one more, unless the row ends."""
+    """The first `count` of these most likely tokens of a row [V]; there is one more, unless the row ends.
+
+    Of equally likely tokens, those with the lower ids come first.
+    """
     last = values[count - 1]
     if values[count:] == [last] and last > -math.inf:  # a tie that topk has broken in its own way
         ids = (row >= last).nonzero()[:, 0].tolist()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from windfall.core.clock import Stopwatch
+from windfall.core.logprobs import token_logprobs_of_all
 from windfall.core.tree import MAX_TREE_NODES, DraftTree
 from windfall.core.types import Grow, InputError, Scores, Step, Verdict
 from windfall.costs.online import OnlineCosts
@@ -130,7 +131,9 @@ class HostLoop:
         """Follow the target's own draws down each tree."""
         if self.lockstep is not None:
             return self.lockstep.walk_trees(rows, trees, scores)
-        return [self._walk(s, tree, score) for s, tree, score in zip(cycle.live, trees, scores, strict=True)]
+        verdicts = [self._walk(s, tree, score) for s, tree, score in zip(cycle.live, trees, scores, strict=True)]
+        self._add_logprobs(cycle.live, trees, scores, verdicts)
+        return verdicts
 
     def _commit(self, cycle: Cycle, scores: list[Scores], verdicts: list[Verdict]) -> None:
         """Keep the accepted paths. The drafter does too, and gets the target's hidden states on them."""
@@ -192,7 +195,20 @@ class HostLoop:
     def _walk(self, sequence: Sequence, tree: DraftTree, scores: Scores) -> Verdict:
         self.walked = True
         nothing = Verdict(torch.tensor([0]), sequence.tokens[-1])
-        return self._attempt(sequence, sequence.verify, tree, scores, otherwise=nothing)
+        return self._attempt(sequence, sequence.walk_tree, tree, scores, otherwise=nothing)
+
+    def _add_logprobs(
+        self, live: list[Sequence], trees: list[DraftTree], scores: list[Scores], verdicts: list[Verdict]
+    ) -> None:
+        """Compute the log-probabilities of the new tokens where they are wanted, for all sequences together."""
+        wanted = [
+            self._attempt(sequence, sequence.asked_logprobs, *given, otherwise=None)
+            for sequence, *given in zip(live, trees, scores, verdicts, strict=True)
+        ]
+        found = iter(token_logprobs_of_all([asked for asked in wanted if asked is not None]))
+        for place, asked in enumerate(wanted):
+            if asked is not None:
+                verdicts[place] = verdicts[place]._replace(logprobs=next(found))
 
     @cached_property
     def _budgets(self) -> SharedBudgets:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from windfall.core.detokenizer import Detokenizer, LateText
-from windfall.core.logprobs import PROCESSED, TokenLogprob, token_logprobs
+from windfall.core.logprobs import PROCESSED, Asked, TokenLogprob, token_logprobs
 from windfall.core.sampling import Dice, Sampler
 from windfall.core.tree import DraftTree
 from windfall.core.types import InputError, SamplingParams, Scores, Step, Verdict
@@ -116,13 +116,12 @@ class Sequence:
         known, self._prompt_logprobs = self._prompt_logprobs, None
         return known
 
-    def verify(self, tree: DraftTree, scores: Scores) -> Verdict:
-        """`walk_tree`, with the log-probabilities of the tokens if they are wanted."""
-        verdict, count = self.walk_tree(tree, scores), self.params.logprobs
+    def asked_logprobs(self, tree: DraftTree, scores: Scores, verdict: Verdict) -> Asked | None:
+        """The log-probabilities that are wanted for the tokens of a verdict of `walk_tree`; None: none are."""
+        count = self.params.logprobs
         if count is None:
-            return verdict
-        rows = self.sampler.scored(scores.logits, verdict.path)
-        return verdict._replace(logprobs=token_logprobs(rows, emitted(tree, verdict), count))
+            return None
+        return Asked(self.sampler.scored(scores.logits, verdict.path), emitted(tree, verdict), count)
 
     def walk_tree(self, tree: DraftTree, scores: Scores) -> Verdict:
         """The path of a scored tree that the target keeps, and its next token.
