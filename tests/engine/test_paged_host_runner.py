@@ -163,6 +163,17 @@ def test_little_memory_is_shared_with_rounds() -> None:
     small.close()
 
 
+def test_a_large_cache_of_the_drafter_limits_the_texts() -> None:
+    found = engine("llama", "lm", "bandit", graphs=True)  # whose cache has two thirds of the target's size
+    paged = found._paged()
+    assert paged is not None and paged.target is not None
+    runner = PagedHostRunner(paged.target, found.drafter, found.online_costs)
+    texts = [found._request(prompt(9), found.params(**ASKED)).sequence for _ in range(8)]
+    assert runner.fits(dict.fromkeys(texts[:4], 9)) and not runner.fits(dict.fromkeys(texts, 100))
+    assert runner.pages_needed(dict.fromkeys(texts, 100)) <= paged.target.cache.pool.pages
+    found.close()
+
+
 def test_cancelled_requests_and_errors_leave_no_pages() -> None:
     def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] > 12:

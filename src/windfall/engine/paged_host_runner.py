@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from windfall.engine.gpu.batch.runner import GpuBatchRunner
 
 
+DRAFTER_SHARE = 0.25  # of the memory for pages that the drafter may use in addition
+
+
 class PagedHostRunner(HostRunner):
     """A `HostRunner` for requests on a GPU whose policy, drafter or sampling needs the host in every cycle.
 
@@ -46,8 +49,14 @@ class PagedHostRunner(HostRunner):
         return sum(pages_for(length + self._paged.tree_rows) for length in lengths.values())
 
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
-        """Whether there are pages for these sequences and their trees, if no other runner uses any."""
-        return len(lengths) <= self._paged.seats and self.pages_needed(lengths) <= self._paged.cache.pool.pages
+        """Whether there are pages for these sequences and their trees, if no other runner uses any.
+
+        The drafter's own cache is padded, and lies outside of the pages.
+        """
+        cache, count = self._paged.cache, len(lengths)
+        padded = count * (max(lengths.values(), default=0) + self._paged.tree_rows) * self.drafter.row_bytes
+        room = count <= self._paged.seats and padded <= DRAFTER_SHARE * cache.kv.nbytes
+        return room and self.pages_needed(lengths) <= cache.pool.pages
 
     @property
     def has_room(self) -> bool:
