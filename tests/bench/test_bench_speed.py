@@ -100,10 +100,14 @@ def test_every_method_is_measured_in_every_regime(measured: Any) -> None:
 
 def test_a_row_has_all_its_figures(measured: Any) -> None:
     told, _ = measured
+    rows = [row for row in told["methods"] if row["method"] == "HF generate"]
+    generate = {row["temperature"]: row["tokens_per_second"] for row in rows}  # 0 if it took a blink, all of it prefill
     for row in told["methods"]:
         theirs = row["method"].startswith("HF")
-        assert row["rounds"] == 2 and row["tokens_per_second"] > 0 and row["tokens_per_second_with_prefill"] > 0
-        assert row["over_none"] > 0 and row["over_hf"] > 0
+        speed, base = row["tokens_per_second"], generate[row["temperature"]]
+        assert row["rounds"] == 2 and row["tokens_per_second_with_prefill"] > 0 and (speed or theirs)
+        assert row["over_none"] > 0 if speed else row["over_none"] is None
+        assert row["over_hf"] > 0 if speed and base else row["over_hf"] is None
         assert set(row["tasks"]) == {"talk", "other"}
         speeds = [task["tokens_per_second"] for task in row["tasks"].values()]
         assert all(
