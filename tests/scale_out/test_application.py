@@ -59,7 +59,7 @@ def test_a_replica_has_the_options_of_the_command_line() -> None:
     known = {each.name for each in fields(Options)}
     server = {"api_key": "api_keys", "request_policy": "request_policies", "no_page": "page"}  # lists, and the opposite
     model = {"drafter_settings": "drafter_options", "settings": "policy_options"}
-    ours = {"host", "port", "exact"}  # Ray's proxies listen; `exact` is the default
+    ours = {"host", "port", "http_processes", "exact"}  # Ray's proxies answer HTTP; `exact` is the default
     for name, hint in typing.get_type_hints(serve_command.serve).items():
         names = [each.name for each in fields(hint)] if is_dataclass(hint) else [name]
         for each in {*names} - ours - {"return"}:

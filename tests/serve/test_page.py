@@ -122,6 +122,7 @@ def test_a_click_on_a_token_shows_its_cycle(page: Any) -> None:
     token = page.locator(".answer .token").last
     token.click()
     place = int(token.get_attribute("data-cycle"))
+    until(page, FRAME)  # the tree is drawn in the next one
     assert page.inner_text("#tree-summary").startswith(f"Cycle {place + 1} of ")
 
 
