@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from windfall.engine.transformers_generate import custom_generate as custom_generate
     from windfall.policies.base import TreePolicy as TreePolicy
 
-# How often a thread of torch looks for another one before it sleeps, which takes about 0.1 ms on x86. libgomp's own
-# number is 300,000: if another program uses the CPU, the thread that waits then keeps the other one from running. The
-# setting is read when torch is imported. On other processors a look takes another time, which was not measured.
+# A thread of torch that waits for another one checks this many times before it sleeps, for about 0.1 ms on x86. libgomp
+# checks 300,000 times by default: if another program uses the CPU, the waiting thread then keeps the other one from
+# running. The setting is read when torch is imported. Other processors were not measured and keep the default.
 SPINS = "2000"
 if sys.platform == "linux" and os.uname().machine == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

@@ -62,7 +62,7 @@ def test_messages_arrive_whole_and_in_order() -> None:
     sender.close()
     with pytest.raises(EOFError):
         receiver.receive()
-    receiver.send("nobody reads this")
+    receiver.send("unread")
     receiver.close()
 
 

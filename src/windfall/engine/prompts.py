@@ -51,10 +51,7 @@ class PromptEncoder:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Text, chat messages or token ids → token ids; text becomes a user's message unless `raw`.
-
-        `tools` are shown to the model by the chat template; `chat_template_kwargs` are variables of the template.
-        """
+        """See `Engine.encode`."""
         how: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "limited": True}
         ids = self.tokenize(prompt, raw, tools, **how) if _is_text(prompt) else _as_ids(prompt)
         vocabulary = self.model.vocab_size
@@ -75,13 +72,7 @@ class PromptEncoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         limited: bool = False,
     ) -> list[int]:
-        """Text or chat messages → token ids, without the checks of `encode`.
-
-        `special`: whether the tokenizer adds its special tokens; None: to text, as a chat template has its own.
-        `generation_prompt`: whether the chat template adds the beginning of an answer.
-        `chat_template_kwargs`: variables of the chat template. `limited`: refuse a text whose size alone shows that it
-        is longer than the context.
-        """
+        """See `Engine.tokenize`."""
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             raise InputError("this target has no tokenizer; give the prompt as token ids")

@@ -18,7 +18,7 @@ MAX_WAITING = 2**28  # bytes that wait to be sent; a process that does not read 
 class Channel:
     """One end of a connection. Any thread may send; one thread receives.
 
-    Messages are pickled: both ends are processes of the same server, and nobody else can connect.
+    Messages are pickled: both ends are processes of the same server, and no other program can connect.
     """
 
     def __init__(self, connection: socket.socket):

@@ -66,7 +66,7 @@ class Ready(NamedTuple):
 
 
 class Submit(NamedTuple):
-    """Texts, all or none of which are to be submitted. Their prompts are token ids."""
+    """Submits texts. If one of them is refused, none is submitted. Their prompts are token ids."""
 
     first: int  # the number of the first text; those of the others follow
     jobs: list[Job]
@@ -126,7 +126,7 @@ class Refused(NamedTuple):
 
 
 class Details(NamedTuple):
-    """What most Steps do not have, or nobody asks for."""
+    """The fields of a Step that are rarely set or rarely wanted."""
 
     finish: str | None
     logprobs: tuple[TokenLogprob, ...] | None

@@ -82,7 +82,7 @@ class Pool:
     """The HTTP processes of a server."""
 
     def __init__(self, bound: socket.socket, count: int):
-        """`bound`: a socket with the server's address, on which nobody listens yet."""
+        """`bound`: a socket with the server's address; no process listens on it yet."""
         self._listeners = listeners(bound, count)
         self._processes = [HttpProcess(each) for each in self._listeners]
         self._until: float | None = None  # when they must have ended
