@@ -7,8 +7,9 @@
 # one-request host-requests peers peers-model serve serve-8b soak
 # MODEL and DRAFTER (environment) are the target and its drafter; without them, the embedded pair. `peers` is always the
 # embedded pair; `peers-model` is MODEL, with ASSISTANT as transformers' assistant. `one-request` compares with the version
-# of windfall whose `src` folder is BEFORE. A stage that fails or takes longer
-# than LIMIT seconds (600) does not stop the others; the exit code is the number of such stages.
+# of windfall whose `src` folder is BEFORE. `serve` compares the numbers of HTTP processes in HTTP_PROCESSES, such as
+# 0,2,4. A stage that fails or takes longer than LIMIT seconds (600) does not stop the others; the exit code is the number
+# of such stages.
 # `python benchmarks/tables.py --take OUT` puts the results into the documentation.
 set -u
 cd "$(dirname "$0")/.."
@@ -49,7 +50,8 @@ throughput() {
 }
 
 serve() {
-	run "$stage" "$PY" benchmarks/serve_overhead.py "$@" --limit 16 --kv-memory 16GB --json "$json"
+	run "$stage" "$PY" benchmarks/serve_overhead.py "$@" --limit 16 --kv-memory 16GB --json "$json" \
+		${HTTP_PROCESSES:+--http-processes $HTTP_PROCESSES}
 }
 
 # peers NAME TASKS AND OPTIONS…: transformers and windfall, and what peers_vllm.py wrote to OUT/NAME-vllm*.json

@@ -1,10 +1,12 @@
 """What `windfall serve` costs: tokens per second of the server and of the bare engine, on the same prompts.
 
-python benchmarks/serve_overhead.py [TASK…] [--target TARGET] [--methods none,auto] [--clients 1,4,16,64] [--json FILE]
+python benchmarks/serve_overhead.py [TASK…] [--target TARGET] [--methods none,auto] [--clients 1,4,16,64]
+                                    [--http-processes 0,2,4] [--json FILE]
 
-For each method, one process holds an engine, and serves it as `windfall serve` does. They take turns: a run of the bare
-engine with each number of requests in flight (`Engine.submit`), then a run with the same numbers of clients (`windfall
-bench serve`, in a process of its own), and so on. Both have the same requests: greedy chats, all answers equally long.
+For each method, one process holds an engine, and serves it as `windfall serve` does, with each of these numbers of HTTP
+processes. They take turns: a run of the bare engine with each number of requests in flight (`Engine.submit`), then runs
+with the same numbers of clients (`windfall bench serve`, in a process of its own) for each server, and so on. All have
+the same requests: greedy chats, all answers equally long.
 Tokens per second are those from the first request to the end of the last. The overhead is 1 - server / engine. All
 figures are medians of the rounds, of percentiles, too.
 """
@@ -42,7 +44,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=12, help="prompts of each task")
     parser.add_argument("--tokens", type=int, default=128, help="length of an answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--http-processes", type=int, help="of the server; default: as `windfall serve`")
+    parser.add_argument("--http-processes", help="of the servers; default: one server as `windfall serve` starts it")
     parser.add_argument("--note", help="a sentence about the measurement, for example that the machine was shared")
     parser.add_argument("--engine", metavar="METHOD", help=argparse.SUPPRESS)  # this process holds the engine
     options = parser.parse_args()
@@ -72,17 +74,23 @@ def measure(method: str, options: argparse.Namespace) -> dict[str, Any]:
     runs: list[dict[str, dict[int, dict[str, Any]]]] = []
     with served_engine(method) as engine:
         for _ in range(options.rounds):
-            found = {"engine": engine.ask(clients(options)), "server": load_test(engine.url, options)}
+            found = {"engine": engine.ask(clients(options))}
+            found |= {processes: load_test(url, options) for processes, url in engine.urls.items()}
             runs.append({side: {row["concurrency"]: row for row in rows} for side, rows in found.items()})
             print(f"{method}: round {len(runs)} of {options.rounds} done", file=sys.stderr, flush=True)
-    rows = [row(method, each, [{side: run[side][each] for side in run} for run in runs]) for each in clients(options)]
+    rows = []
+    for each in clients(options):
+        for processes in engine.urls:
+            pairs = [{"engine": run["engine"][each], "server": run[processes][each]} for run in runs]
+            rows.append(row(method, each, int(processes), pairs))
     return {"about": engine.about, "rows": rows}
 
 
-def row(method: str, count: int, runs: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def row(method: str, count: int, processes: int, runs: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """The medians of several runs."""
     rates = {side: [run[side]["tokens_per_second"] for run in runs] for side in ("engine", "server")}
-    made: dict[str, Any] = {"method": method, "clients": count, "requests": runs[0]["server"]["requests"]}
+    made: dict[str, Any] = {"method": method, "clients": count, "http_processes": processes}
+    made["requests"] = runs[0]["server"]["requests"]
     made["errors"] = sum(sum(run["server"]["errors"].values()) for run in runs)
     for side, found in rates.items():
         times = {name: medians([run[side][name] for run in runs]) for name in TIMES}
@@ -118,12 +126,12 @@ def load_test(url: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class ServedEngine:
-    """A process that serves an engine at `url`, and measures the engine when it is asked."""
+    """A process that serves an engine, and measures the engine when it is asked."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._process = process
         self.about: dict[str, Any] = self._answer()
-        self.url: str = self.about.pop("url")
+        self.urls: dict[str, str] = self.about.pop("urls")  # of its servers, by the number of HTTP processes
 
     def ask(self, counts: Sequence[int]) -> list[dict[str, Any]]:
         """A run of the bare engine for each of these numbers of requests in flight."""
@@ -153,23 +161,31 @@ def served_engine(method: str) -> Iterator[ServedEngine]:
 
 
 def serve_engine(options: argparse.Namespace) -> None:
-    """Load and serve an engine as `windfall serve` does; then measure it for each line of standard input."""
+    """Load and serve an engine as `windfall serve` does; then measure it for each line of standard input.
+
+    All servers belong to one engine; those without requests are idle."""
     from windfall.bench.serving.workload import Level, Settings
     from windfall.bench.tasks import in_turns, load_tasks
     from windfall.bench.throughput.serve import engine_server
     from windfall.core.garbage import freeze_objects
     from windfall.serve import server
+    from windfall.serve.workers.pool import default_count
 
     answers, sys.stdout = sys.stdout, sys.stderr
     engine = load_engine(options)
-    with server.bind("127.0.0.1", 0) as bound, ExitStack() as started:
+    given, device = options.http_processes, engine.target.device.type
+    counts = [default_count(device)] if given is None else [int(count) for count in given.split(",")]
+    with ExitStack() as started:
         engine.prepare()
         freeze_objects()
-        processes = start_server(engine, bound, options.http_processes, started)
-        dtype, device = str(engine.target.decoder.dtype).removeprefix("torch."), engine.target.device.type
+        urls = {}
+        for count in counts:
+            bound = started.enter_context(server.bind("127.0.0.1", 0))
+            start_server(engine, bound, count, started)
+            urls[count] = server.address(bound)
+        dtype = str(engine.target.decoder.dtype).removeprefix("torch.")
         about = {"target": Path(engine.target.name).name, "device": device, "dtype": dtype}
-        about["http_processes"] = processes
-        print(json.dumps({**about, "url": server.address(bound)}), file=answers, flush=True)
+        print(json.dumps({**about, "urls": urls}), file=answers, flush=True)
         prompts, settings = in_turns(load_tasks(options.tasks, options.limit)), Settings(requests=options.requests)
         submit = engine_server(engine, 0.0)
         run(engine, submit, prompts, 1, 1, options.tokens)
@@ -179,24 +195,22 @@ def serve_engine(options: argparse.Namespace) -> None:
             print(json.dumps(found), file=answers, flush=True)
 
 
-def start_server(engine: Any, bound: socket.socket, processes: int | None, started: ExitStack) -> int:
-    """Serve in a thread; returns the number of HTTP processes, which end with the stack."""
+def start_server(engine: Any, bound: socket.socket, processes: int, started: ExitStack) -> None:
+    """Serve in a thread, with HTTP processes that end with the stack."""
     from windfall.serve import server
     from windfall.serve.admission import Admission
     from windfall.serve.app import make_app
     from windfall.serve.settings import DRAIN_SECONDS, Settings
     from windfall.serve.workers import pool
 
-    count = pool.default_count(engine.target.device.type) if processes is None else processes
-    if not count:
+    if not processes:
         uvicorn = server.make_server(make_app(engine))
         threading.Thread(target=uvicorn.run, kwargs={"sockets": [bound]}, daemon=True).start()
-        return 0
-    made = started.enter_context(pool.http_processes(bound, count))
+        return
+    made = started.enter_context(pool.http_processes(bound, processes))
     given = (Admission(engine, Settings()), "none", DRAIN_SECONDS)
     threading.Thread(target=made.run, args=given, daemon=True).start()
     made.ready.wait()
-    return count
 
 
 def load_engine(options: argparse.Namespace) -> Any:

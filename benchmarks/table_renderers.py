@@ -416,7 +416,7 @@ def _peer_notes(result: Result) -> list[str]:
 
 def serve(found: Results) -> Body:
     """The server beside the bare engine (benchmarks/serve_overhead.py)."""
-    head = ["machine", "method", "clients", "engine, tokens/s", "server, tokens/s", "overhead"]
+    head = ["machine", "method", "clients", "HTTP processes", "engine, tokens/s", "server, tokens/s", "overhead"]
     head += [f"{name} p{share}, ms" for name in ("TTFT", "TPOT") for share in (50, 90, 99)]
     lines, notes = [], []
     for result in found.values():
@@ -425,7 +425,7 @@ def serve(found: Results) -> Body:
         where += f", at the cost of {settings['widen']}" if settings.get("widen") else ""
         for row in rows:
             server = row["server"]
-            cells = [where, code(row["method"]), f"{row['clients']:,}"]
+            cells = [where, code(row["method"]), f"{row['clients']:,}", str(row["http_processes"])]
             cells += [rate(row[side]["tokens_per_second"]) for side in ("engine", "server")]
             cells.append(f"{100 * row['overhead']:.1f}%")
             for name, form in (("ttft", ".0f"), ("tpot", ".2f")):

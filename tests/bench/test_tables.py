@@ -394,13 +394,13 @@ def test_what_the_overhead_of_the_server_is_becomes_a_table(root: Path) -> None:
     (served,) = json.loads(out.read_text())["rows"]
     assert served["tokens"] == 20
     same, halved = ({**served, "tokens_per_second": bare["tokens_per_second"] / part} for part in (1, 2))
-    rows = [serve_overhead.row("auto", 2, [{"engine": bare, "server": served}])]
-    rows.append(serve_overhead.row("none", 2, [{"engine": bare, "server": each} for each in (same, halved, halved)]))
+    rows = [serve_overhead.row("auto", 2, 0, [{"engine": bare, "server": served}])]
+    rows.append(serve_overhead.row("none", 2, 4, [{"engine": bare, "server": each} for each in (same, halved, halved)]))
     assert rows[0]["overhead"] == 1 - served["tokens_per_second"] / bare["tokens_per_second"]
     about = {"target": "tiny", "device": "cuda", "dtype": "bfloat16", "settings": {"tokens": 5, "rounds": 3}}
     put(root, "serve-h200", {**ABOUT, **about, "rows": rows})
     text = tables.body(tables.SECTIONS["serve"], "h200", root)
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert [line.count(" | ") for line in lines if "---" not in line] == [11] * 3
+    assert [line.count(" | ") for line in lines if "---" not in line] == [12] * 3
     assert lines[2].startswith("| NVIDIA H200 | `auto` | 2 |") and " | 50.0% | " in lines[3]
     assert "tiny in bfloat16, greedy, 5 new tokens, medians of 3 rounds." in text.replace("\n", " ")

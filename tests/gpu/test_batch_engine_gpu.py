@@ -63,6 +63,34 @@ def test_texts_of_batches(policy: str, sampling: dict[str, Any]) -> None:
             assert found == wanted
 
 
+HOST_REQUESTS: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 3},
+    "penalties": {"frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {7: 2.0, 9: -3.0}},
+    "policy": {"policy": registry.policy("svip")},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "random", "top-p"])
+@pytest.mark.parametrize("kind", HOST_REQUESTS)
+@pytest.mark.parametrize("drafter", ["itself", "eagle3"])
+def test_requests_that_need_the_host(drafter: str, kind: str, sampling: dict[str, Any]) -> None:
+    """They share verify passes with each other, and the KV cache with requests that do not need the host."""
+    engine, asked = made("llama", "auto", drafter), {"max_new_tokens": TOKENS, "eos": (), **sampling}
+    given, chance = prompts(30), random.Random(3)
+    own = [HOST_REQUESTS[kind] if place % 4 else {} for place in range(len(given))]
+    wanted = [engine.submit(each, **asked, **how).result(60) for each, how in zip(given, own, strict=True)]
+    for _ in range(2):  # the second time, beginnings are known
+        handles = []
+        for each, how in zip(given, own, strict=True):
+            handles.append(engine.submit(each, **asked, **how))
+            torch.cuda._sleep(chance.randrange(1_000_000))
+        found = [handle.result(120) for handle in handles]
+        assert [text.token_ids for text in found] == [text.token_ids for text in wanted]
+        assert [text.logprobs for text in found] == [text.logprobs for text in wanted]
+    engine.close()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral-window", "mixtral", "olmo2", "starcoder2"])
 def test_families(family: str) -> None:
     engine, asked = made(family, "beam"), {"max_new_tokens": TOKENS, "eos": ()}
