@@ -27,17 +27,20 @@ pytestmark = [
 TOKENS = 40
 SAMPLINGS = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "top_p": 0.9}]
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 1024}
+KV_MEMORY = "500MB"  # tests that run at the same time share the GPU
 
 
 def made(family: str, policy: str, drafter: str = "itself", requests: int = 64) -> Engine:
-    model = tiny(family, dtype=torch.bfloat16, **SHAPE)
+    shape = SHAPE if drafter == "itself" else {"max_position_embeddings": 1024}  # that of random heads
+    model = tiny(family, dtype=torch.bfloat16, **shape)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.div_(2)  # near-ties are what this is about
     target = Target(model.cuda(), character_tokenizer())
     own = LMDrafter() if drafter == "itself" else FeatureHeadDrafter(random_head(drafter))
-    return Engine(target, own, registry.policy(policy), True, GpuOptions(True, pages=True), max_requests=requests)
+    memory = {"max_requests": requests, "kv_memory": KV_MEMORY}
+    return Engine(target, own, registry.policy(policy), True, GpuOptions(True, pages=True), **memory)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -117,7 +120,8 @@ def test_random_arrivals() -> None:
 def test_block_heads(kind: str, policy: str) -> None:
     target = Target(tiny("llama", dtype=torch.bfloat16, max_position_embeddings=1024).cuda(), character_tokenizer())
     options = GpuOptions(True, pages=True)
-    drafting = Engine(target, BlockDrafter(random_block(kind)), registry.policy(policy), True, options)
+    how = registry.policy(policy), True, options
+    drafting = Engine(target, BlockDrafter(random_block(kind)), *how, kv_memory=KV_MEMORY)
     given = prompts(20)
     for sampling in SAMPLINGS:
         asked = {"max_new_tokens": TOKENS, "eos": (), **sampling}

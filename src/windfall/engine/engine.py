@@ -333,7 +333,7 @@ class Engine:
         if paged is None or paged.target is None:
             return self._unpaged_runner()
         alone, rounds = SerialRunner(self._steps_alone), paged.rounds
-        on_host = PagedHostRunner(paged.target, self.drafter, self.online_costs)
+        on_host = PagedHostRunner(paged.target, paged.drafter or self.drafter, self.online_costs)
         if rounds is None:
             return LoneRunner(alone, on_host)
         together = SplitRunner(rounds, LoneRunner(alone, on_host), rounds.suits, partial(share_pages, rounds, on_host))

@@ -52,8 +52,8 @@ class LoopTarget(Protocol):
     def commit(self, paths: list[Tensor]) -> None:
         """Keep the rows of these nodes of the trees last scored."""
 
-    def states(self, hidden: Tensor, path: Tensor) -> Tensor:
-        """The hidden states [N, taps * H] of a committed path."""
+    def states(self, scores: list[Scores], paths: list[Tensor]) -> list[Tensor] | None:
+        """The hidden states [N, taps * H] of committed paths; None if the passes have none."""
 
     def retain(self, keep: list[int]) -> None:
         """Keep these sequences only."""
@@ -142,8 +142,7 @@ class HostLoop:
         cycle.verify_seconds = cycle.clock.lap("verify")
         kept = zip(cycle.kept, paths, strict=True)
         drafted_paths = [torch.from_numpy(keep.numpy()[path.numpy()]) for keep, path in kept]
-        scored = [(score.hidden, path) for score, path in zip(scores, paths, strict=True) if score.hidden is not None]
-        hidden = [target.states(states, path) for states, path in scored] or None
+        hidden = target.states(scores, paths)
         self.drafter.commit(cycle.drafted, drafted_paths, [verdict.bonus for verdict in verdicts], hidden)
         cycle.clock.lap("draft")
 

@@ -23,7 +23,7 @@ DRAFTER_SHARE = 0.25  # of the memory for pages that the drafter may use in addi
 class PagedHostRunner(HostRunner):
     """A `HostRunner` for requests on a GPU whose policy, drafter or sampling needs the host in every cycle.
 
-    They share verify passes, which are CUDA graphs. Draft passes of models run kernel by kernel.
+    They share verify passes, which are CUDA graphs, and the draft passes of their drafter.
     """
 
     def __init__(self, target: PagedTarget, drafter: Drafter, online_costs: OnlineCosts):

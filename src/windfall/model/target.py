@@ -121,9 +121,10 @@ class Target:
         """Keep the rows of these nodes of the trees last scored."""
         self.decoder.commit([path.tolist() for path in paths])
 
-    def states(self, hidden: Tensor, path: Tensor) -> Tensor:
-        """The hidden states [N, taps * H] of a committed path."""
-        return hidden[path]
+    def states(self, scores: list[Scores], paths: list[Tensor]) -> list[Tensor] | None:
+        """The hidden states [N, taps * H] of committed paths; None if the passes have none."""
+        found = [score.hidden[path] for score, path in zip(scores, paths, strict=True) if score.hidden is not None]
+        return found or None
 
     def retain(self, keep: list[int]) -> None:
         """Keep these sequences only."""

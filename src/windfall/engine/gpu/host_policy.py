@@ -107,9 +107,10 @@ class GraphTarget:
         gpu_target.graph_cache.run(("keep", self.buffers_id, size), lambda: self._commit(size))
         gpu_target.length_bound += count
 
-    def states(self, hidden: Tensor, path: Tensor) -> Tensor:
+    def states(self, scores: list[Scores], paths: list[Tensor]) -> list[Tensor] | None:
         """The states of the last committed path, which is on the device already."""
-        return hidden.index_select(0, self._verdict.device["path"][: len(path)])
+        hidden = scores[0].hidden
+        return None if hidden is None else [hidden.index_select(0, self._verdict.device["path"][: len(paths[0])])]
 
     def _commit(self, size: int) -> None:
         self._verdict.send()

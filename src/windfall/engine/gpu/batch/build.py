@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from windfall.costs.online import OnlineCosts
-from windfall.drafters.base import BlockForm, GpuForm, HeadForm
+from windfall.drafters.base import BlockForm, GpuForm, HeadForm, ModelForm
+from windfall.engine.gpu.batch.draft_passes import draft_passes
 from windfall.engine.gpu.batch.drafters import drafter_forward
 from windfall.engine.gpu.batch.paged_cache import PagedCache
+from windfall.engine.gpu.batch.paged_drafter import MAX_EXPANDED, PagedDrafter
 from windfall.engine.gpu.batch.paged_target import PagedTarget
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS
 from windfall.engine.gpu.batch.runner import SEATS, GpuBatchRunner, Limits
 from windfall.engine.gpu.forward import PagedForward, Unsupported
 from windfall.engine.gpu.runner import GpuRunner
-from windfall.engine.gpu.target import GpuTarget, in_pages
+from windfall.engine.gpu.target import GpuTarget, fastest_forward, in_pages
 from windfall.engine.memory import default_bytes
 from windfall.heads.layers import head_dim
 from windfall.kernels.attention import fits_pages
@@ -31,10 +33,11 @@ class Paged(NamedTuple):
     rounds: GpuBatchRunner | None = None  # for requests that share a budget and draw their tokens on the device
     reason: str = ""  # why there is no runner for these
     target: PagedTarget | None = None  # for other requests, in the host loop
+    drafter: PagedDrafter | None = None  # for the same requests; None: the engine's own drafts for them
 
     def close(self) -> None:
         """Drop the graphs and the queued work, which would otherwise keep the memory in use."""
-        for each in (self.rounds, self.target):
+        for each in (self.rounds, self.target, self.drafter):
             if each is not None:
                 each.close()
 
@@ -62,11 +65,12 @@ def paged(runner: GpuRunner, policy: TreePolicy, online_costs: OnlineCosts, seat
     except Unsupported as unsupported:
         return Paged(reason=str(unsupported))
     drafting, reason = _drafting(runner, policy)
+    form = host_form(runner)
     longest = runner.target.context or MAX_CONTEXT
     pages = seats * pages_for(longest) + 1
     memory = default_bytes(gpu_target.device) if memory is None else memory
     if memory is not None:
-        pages = min(pages, memory // page_bytes(gpu_target, drafting))
+        pages = min(pages, memory // page_bytes(gpu_target, form if drafting is None else drafting.form or form))
     if pages < 2:
         return Paged(reason="its memory has no room for a page")
     longest = min(longest, (pages - 1) * PAGE_TOKENS)
@@ -77,8 +81,24 @@ def paged(runner: GpuRunner, policy: TreePolicy, online_costs: OnlineCosts, seat
         costs = OnlineCosts(online_costs.costs, online_costs.learns)
         how = policy, drafting.budget, costs, limits, drafting.undrafted
         rounds = GpuBatchRunner(cache, drafting.form, drafting.forward, *how)
-    target = PagedTarget(cache, min(seats, SEATS[-1]), longest, rounds is None or rounds.drafter is None)
-    return Paged(rounds, reason, target)
+    passes = draft_passes(form, cache, longest, MAX_EXPANDED + 1, None if rounds is None else rounds.drafter)
+    has_keys = passes is not None or (rounds is not None and rounds.drafter is not None)  # of a drafter
+    target = PagedTarget(cache, min(seats, SEATS[-1]), longest, not has_keys)
+    return Paged(rounds, reason, target, None if passes is None else PagedDrafter(passes, target))
+
+
+def host_form(runner: GpuRunner) -> HeadForm | ModelForm | None:
+    """The form of a drafter that drafts in pages for the host loop; None for others."""
+    form = runner.drafter_form
+    if not isinstance(form, HeadForm | ModelForm):
+        return None
+    try:
+        forward = drafter_forward(form)
+        if forward is not None:
+            check_width(forward, runner.gpu_target)
+    except Unsupported:
+        return None
+    return form
 
 
 def _drafting(runner: GpuRunner, policy: TreePolicy) -> tuple[Drafting | None, str]:
@@ -121,15 +141,14 @@ def check_width(forward: PagedForward, gpu_target: GpuTarget) -> None:
         raise Unsupported(f"attention over pages needs too much shared memory for heads of width {width} on this GPU")
 
 
-def page_bytes(gpu_target: GpuTarget, drafting: Drafting | None) -> int:
+def page_bytes(gpu_target: GpuTarget, form: GpuForm | None) -> int:
     """Bytes of a page in the KV caches of target and drafter."""
-    form, forward = (None, None) if drafting is None else (drafting.form, drafting.forward)
     layers, heads, width = gpu_target.forward.shape
     total: int = 2 * layers * heads * width * gpu_target.dtype.itemsize
     if isinstance(form, HeadForm | BlockForm):
         layer = form.head.config.layer
         total += 2 * layer.num_hidden_layers * layer.num_key_value_heads * head_dim(layer) * form.head.dtype.itemsize
-    elif form is not None and forward is not None:
-        layers, heads, width = forward.shape
+    elif form is not None:
+        layers, heads, width = fastest_forward(form.decoder.model).shape
         total += 2 * layers * heads * width * form.decoder.dtype.itemsize
     return total * PAGE_TOKENS

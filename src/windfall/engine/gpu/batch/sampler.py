@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
-from windfall.engine.gpu.batch.state import BatchState
 from windfall.engine.gpu.batch.target import Kind
 from windfall.engine.gpu.drafters import Drafted, as_logits
 from windfall.kernels.pair_children import PairCandidates
 from windfall.kernels.top import top_children
 
 
-class SeatSampler:
-    """For the requests of a round, which are of one kind of sampling."""
+class SamplingSettings(Protocol):
+    """How the request at each seat draws its tokens."""
 
-    def __init__(self, state: BatchState, kind: Kind):
-        self.state, self.kind = state, kind
+    def __getitem__(self, name: str) -> Tensor:
+        """[seats] seed, temperature or kappa."""
+
+    def cutoffs(self, logits: Tensor, owners: Tensor) -> Tensor:
+        """The lowest logit of each row [n, V] that its request's filters keep, [n]."""
+
+
+class SeatSampler:
+    """For the requests of a pass, which are of one kind of sampling."""
+
+    def __init__(self, settings: SamplingSettings, kind: Kind):
+        self.settings, self.kind = settings, kind
 
     def children(
         self,
@@ -35,14 +46,14 @@ class SeatSampler:
             return logits.children(k)
         if not self.kind.coupled:
             return top_children(logits, k, tokens=tokens, out=out)
-        state, cutoff = self.state, None
+        settings, cutoff = self.settings, None
         if self.kind.filtered:
             logits = as_logits(logits)
-            cutoff = state.cutoffs(logits, owners)
-        noise = positions, state["seed"], state["temperature"], state["kappa"]
+            cutoff = settings.cutoffs(logits, owners)
+        noise = positions, settings["seed"], settings["temperature"], settings["kappa"]
         return top_children(logits, k, *noise, tokens, offset, owners=owners, cutoff=cutoff, out=out)
 
     @property
     def warmth(self) -> tuple[Tensor, Tensor] | None:
         """Temperature and kappa of each request, in coupled drafting."""
-        return (self.state["temperature"], self.state["kappa"]) if self.kind.coupled else None
+        return (self.settings["temperature"], self.settings["kappa"]) if self.kind.coupled else None
