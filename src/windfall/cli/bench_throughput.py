@@ -15,7 +15,7 @@ from windfall.bench.tasks import in_turns, load_tasks
 from windfall.cli import measuring
 from windfall.cli.declare import ignore_eos_option, json_option, numbers, option, plot_option, tasks_option, words
 from windfall.cli.options import ModelOptions
-from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, freeze_objects, write_json
+from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_result_file, command_line, freeze_objects, write_json
 from windfall.core.errors import InputError
 from windfall.core.files import parse_json, read_text
 from windfall.core.wording import listed
@@ -24,6 +24,8 @@ from windfall.render.tables import Figures, Wrapped, figure
 
 if TYPE_CHECKING:
     from windfall.bench.throughput.workload import Settings
+
+RESULT_KEYS = ("target", "provenance", "rows", "skipped")  # of the JSON
 
 
 @dataclass
@@ -96,7 +98,7 @@ def throughput(
     settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
     model.check_drafter()
     plots.check(plot)
-    check_out_file(out)
+    check_result_file(out, "bench throughput", RESULT_KEYS)
     tasks = words(options.tasks, "--tasks")
     prompts = in_turns(load_tasks(tasks, options.limit))
     target = model.load_target()
@@ -131,7 +133,7 @@ def read_results(file: Path | None) -> dict[str, Any]:
         found = parse_json(text)
     except ValueError as error:
         raise InputError(f"'{file}' is not JSON: {error}") from error
-    if not isinstance(found, dict) or not {"target", "provenance", "rows", "skipped"} <= found.keys():
+    if not isinstance(found, dict) or not {*RESULT_KEYS} <= found.keys():
         raise InputError(f"'{file}' has no results of windfall bench throughput")
     return found
 
