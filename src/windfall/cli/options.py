@@ -130,6 +130,12 @@ class ModelOptions(TargetOptions, ModelChoice):
         return engine
 
     @property
+    def reference(self) -> str | None:
+        """The value of --target that names the same model in any working directory."""
+        local = self.target is not None and Path(self.target).exists()
+        return str(Path(str(self.target)).resolve()) if local else self.target
+
+    @property
     def gpu_options(self) -> GpuOptions:
         from windfall.engine.loading import as_gpu_options
 
