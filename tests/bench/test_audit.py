@@ -17,6 +17,7 @@ from windfall.bench.inspect import audit as auditing
 from windfall.bench.inspect.audit import Audit, Comparison, Divergence, Outcome
 from windfall.bench.runner import Case
 from windfall.bench.tasks import Prompt
+from windfall.cli.audit import RESULT_KEYS
 from windfall.core.stats import first_difference
 from windfall.core.tree import DraftTree
 from windfall.core.types import SamplingParams, Scores
@@ -166,6 +167,7 @@ def test_the_command_prints_and_saves_all_figures(folder: Path, tmp_path: Path) 
     result = windfall(*flags(folder, tmp_path), "--json", "--out", tmp_path / "new" / "audit.json")
     told = json.loads(result.stdout)
     assert result.exit_code == 0 and told == json.loads((tmp_path / "new" / "audit.json").read_text())
+    assert {*RESULT_KEYS} <= {*told}  # so that the next audit may replace the file
     assert told["finished"] and told["exact"] and not told["failed"]
     assert [each["conversations"] for each in told["comparisons"]] == [4, 4, 4]
     assert told["comparisons"][0]["tokens"] == 48

@@ -212,6 +212,8 @@ def test_the_command_fills_table_file_and_plot(folder: Path, tmp_path: Path) -> 
     assert plot.stat().st_size > 1000
     for word in ("tiny, batch, temperature 0", "tiny, stream", "graphs are off", "needs an accelerator", "Same text"):
         assert word in result.stdout
+    assert result.stdout.count("graphs are off") == 1
+    assert "none and chain:depth=2 ran on the host loop: graphs are off" in result.stdout
     printed = json.loads(windfall(*at, "--no-hf", "--arrivals", "batch", "--json").stdout)
     assert [row["concurrency"] for row in printed["rows"]] == [1, 1, 2, 2]
 

@@ -191,7 +191,7 @@ def test_the_command_writes_what_generate_reads(tmp_path: Path) -> None:
     assert "is a folder" in CliRunner().invoke(app, [*words, "--out", str(tmp_path)]).stderr
     (tmp_path / "mine.json").write_text('{"type": "object"}', "utf-8")
     kept = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "mine.json")])
-    assert kept.exit_code == 2 and "is not a preset file" in kept.stderr
+    assert kept.exit_code == 2 and "is not a result of `windfall tune`; choose another --out" in kept.stderr
     wrong = CliRunner().invoke(app, [*words, "--values", "depth=2,3", "--out", str(tmp_path / "new" / "t.json")])
     assert wrong.exit_code == 2 and not (tmp_path / "new").exists()
     told = CliRunner().invoke(app, ["generate", "sing", *how, "--preset", str(out), "--max-new-tokens", "6", "--json"])

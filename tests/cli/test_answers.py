@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_answers_are_those_of_one_at_a_time(folder: Path, prompts: Path, tmp_pat
     assert {*found} == {("1", 1), ("two", 1), ("two", 2), ("3", 1), ("kind", 1), ("5", 1)}
     for each in wanted:
         own = found[each["id"], each["turn"]]
-        assert {*own} == {*each}
+        assert {*own} == {*each, "options"}
         assert all(own[key] == each[key] for key in each if key != "stats")
 
 
@@ -94,6 +95,76 @@ def test_resume_answers_what_is_missing(
     assert len(submitted) == 3
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        ((), ("--temperature", "0.7"), "--temperature (0.0, now 0.7)"),
+        (("--temperature", "0.7", "--seed", "3"), ("--seed", "3"), "--temperature (0.7, now 0.0)"),
+        (("--seed", "3"), ("--seed", "4"), "--seed (3, now 4)"),
+        ((), ("--seed", "4"), "--seed (not given, now 4)"),
+        (("--top-p", "0.9"), ("--max-new-tokens", "5"), "--max-new-tokens (12, now 5), --top-p (0.9, now 1.0)"),
+        (("--stop", "x y"), (), '--stop (["x y"], now not given)'),
+        (("--system", "be kind"), ("--raw",), '--system ("be kind", now not given), --raw (not given, now given)'),
+        (("--logprobs", "1"), (), "--logprobs (1, now not given)"),
+        (("--dtype", "float64"), (), '--dtype ("float64", now not given)'),
+    ],
+)
+def test_resume_refuses_answers_that_were_made_with_other_options(
+    folder: Path, tmp_path: Path, first: tuple[str, ...], later: tuple[str, ...], message: str
+) -> None:
+    out, prompts = tmp_path / "answers.jsonl", write(tmp_path / "prompts.jsonl", {"prompt": "abc"})
+    assert windfall(*command(folder, prompts, "--out", out, *first)).exit_code == 0
+    kept = out.read_text()
+    said = refused(*command(folder, prompts, "--out", out, "--resume", *later))
+    assert said == f"line 1 of '{out}' was made with other options: {message}; give the same, or another --out"
+    assert out.read_text() == kept
+
+
+def test_resume_refuses_answers_of_another_target(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    windfall(*command(folder, prompts, "--out", out))
+    for other in (tmp_path / folder.name, tmp_path / "other"):
+        shutil.copytree(folder, other)
+        said = refused(*command(other, prompts, "--out", out, "--resume"))
+        assert f"line 1 of '{out}' was made with other options: --target" in said
+
+
+def test_resume_may_change_what_does_not_change_the_text(
+    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    windfall(*command(folder, prompts, "--out", out))
+    monkeypatch.chdir(folder.parent)
+    other = ("--policy", "none", "--max-requests", "1", "--drafter", "ngram")
+    assert windfall(*command(Path(folder.name), prompts, "--out", out, "--resume", *other)).exit_code == 0
+
+
+def test_resume_goes_on_with_the_seed_of_the_answers(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    whole, out, sampling = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl", ("--temperature", "0.9")
+    windfall(*command(folder, prompts, "--out", whole, *sampling))
+    lines = whole.read_text().splitlines(keepends=True)
+    out.write_text(lines[0])
+    assert windfall(*command(folder, prompts, "--out", out, "--resume", *sampling)).exit_code == 0
+    texts = [{key: (each["seed"], each["token_ids"]) for key, each in read(file).items()} for file in (whole, out)]
+    assert texts[0] == texts[1]
+
+
+def test_answers_without_options_are_continued(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    windfall(*command(folder, prompts, "--out", out, "--seed", "3"))
+    rows = [{key: value for key, value in each.items() if key != "options"} for each in read(out).values()]
+    write(out, *rows[:2])
+    assert refused(*command(folder, prompts, "--out", out, "--resume", "--seed", "4")).endswith(
+        "was made with other options: --seed (3, now 4); give the same, or another --out"
+    )
+    done = windfall(*command(folder, prompts, "--out", out, "--resume", "--max-new-tokens", "5"))
+    assert done.exit_code == 0 and len(read(out)) == 6
+    assert f"'{out}' has 2 answers without their options" in done.stderr
+    write(out, {**rows[0], "target": "another"})
+    said = refused_after_note(*command(folder, prompts, "--out", out, "--resume"))
+    assert "line 1 of" in said and "--target (another, now tiny)" in said
+
+
 def test_a_conversation_continues_with_the_turn_that_is_missing(folder: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     windfall(*command(folder, prompts, "--out", out))
@@ -108,6 +179,13 @@ def test_more_prompts_than_run_together(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     assert windfall(*command(folder, prompts, "--out", out, "--max-requests", 2)).exit_code == 0
     assert len(read(out)) == 25
+
+
+def refused_after_note(*arguments: object) -> str:
+    """The error message of a command that printed a note before it."""
+    result = windfall(*arguments)
+    assert result.exit_code == 2
+    return result.stderr.splitlines()[-1]
 
 
 def test_bad_input_is_refused_in_one_line(folder: Path, prompts: Path, tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def test_options_are_listed_by_their_flags() -> None:
     lines = listed(SamplingOptions(top_k=7, stop=["a b"])).split("\n")
     assert len(lines) == len(asdict(SamplingOptions()))
     assert any(re.match(r"top-k +7 +Sample from the k likeliest", line) for line in lines)
-    assert any(re.match(r"stop +'a b' ", line) for line in lines)
+    assert any(re.match(r"stop +'a b' +Stop before this text\.$", line) for line in lines)
+    assert "Repeatable" not in "".join(lines)
     assert setting(SamplingOptions(), "min_p") == "min-p 0.0"
 
 

@@ -141,6 +141,29 @@ def test_a_wrong_file_is_refused(write: Any, text: str, message: str) -> None:
     assert not found.ok and str(file) in found.detail
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy_options = { colour = 'red' }", "policy_options: policy chain has no option 'colour'; it has: depth"),
+        ("policy_options = { depth = 'deep' }", "policy_options: policy chain: depth takes a whole number, not 'deep'"),
+        ("policy_options = { depth = 0 }", "policy_options: depth must be at least 1, not 0"),
+        ("drafter_options = { colour = 'red' }", "drafter_options: drafter ngram has no option 'colour'; it has: "),
+    ],
+)
+@pytest.mark.parametrize("flags", [[], ["--set", "confidence=0.5", "--drafter-set", "max_match=4"]])
+def test_wrong_options_in_the_file_are_refused_with_its_name(
+    write: Any, folder: Path, text: str, message: str, flags: list[str]
+) -> None:
+    file = write(f"target = '{folder}'\ndrafter = 'ngram'\npolicy = 'chain'\n{text}")
+    assert refused("generate", "abc", *flags).startswith(f"the config file '{file}', {message}")
+
+
+def test_a_wrong_flag_is_not_blamed_on_the_file(write: Any, folder: Path) -> None:
+    write("policy = 'chain'\npolicy_options = { depth = 3 }")
+    assert refused("generate", "abc", "--set", "depth=0") == "depth must be at least 1, not 0"
+    assert refused("generate", "abc", "--set", "depth") == "write settings as name=value, not 'depth'"
+
+
 def test_a_missing_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WINDFALL_CONFIG", str(tmp_path / "none.toml"))
     assert (

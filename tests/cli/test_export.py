@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.cli import folder as folder
-from helpers.cli import windfall
+from helpers.cli import refused, windfall
 from helpers.random_heads import random_head
 from windfall.heads.formats import read, write
 
@@ -41,13 +41,22 @@ def test_an_exported_head_has_matrices_of_its_target(folder: Path, light: Path, 
     [
         (["--out", "light"], "--out is a new folder, and 'light' exists; choose another name"),
         (["--out", "new", "--format", "eagle"], "a head of kind eagle3 cannot be written as 'eagle'; choose from"),
+        (["--out", "new", "--format", "nosuch"], "a head of kind eagle3 cannot be written as 'nosuch'; choose from"),
+        (["--out", "light/config.json/new"], "cannot write to 'light/config.json/new': Not a directory"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(
     folder: Path, light: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:
     monkeypatch.chdir(light.parent)
+    monkeypatch.delattr("windfall.engine.loading.as_target")  # no model is loaded
     before = sorted(light.parent.rglob("*"))
     done = windfall("export", light, "--target", folder, *options)
     assert done.exit_code == 2 and message in done.stderr.replace("\n", " ")
     assert sorted(light.parent.rglob("*")) == before
+
+
+def test_an_unknown_format_of_the_embedded_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("windfall.engine.loading.as_target")
+    said = refused("export", "--out", tmp_path / "new", "--format", "nosuch")
+    assert said.startswith("there is no format 'nosuch'; choose from ") and "eagle3, speculators, vllm" in said

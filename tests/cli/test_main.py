@@ -24,6 +24,11 @@ from windfall import __version__
         ("bench show", "Missing argument 'folder'."),
         ("bench run", "Missing option '--out'."),
         ("bench nonsense", "No such command 'nonsense'."),
+        ("generate abc --max-new-tokens 1.5", "--max-new-tokens takes a whole number, not '1.5'"),
+        ("generate abc --seed=", "--seed takes a whole number, not ''"),
+        ("tune --temperature warm", "--temperature takes a number, not 'warm'"),
+        ("tune --temperature -0.5", "--temperature must be at least 0, not -0.5"),
+        ("bench speed --rounds 0", "--rounds must be at least 1, not 0"),
     ],
 )
 def test_wrong_usage_is_refused_in_one_line(arguments: str, message: str) -> None:

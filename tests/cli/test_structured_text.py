@@ -53,6 +53,18 @@ def test_prompts_of_a_file_follow_it_too(folder: Path, tmp_path: Path) -> None:
     assert all(len(json.loads(line)["text"]) == 3 for line in answers.read_text().splitlines())
 
 
+def test_resume_refuses_answers_that_follow_another_schema(folder: Path, tmp_path: Path) -> None:
+    prompts, answers, schema = (tmp_path / name for name in ("prompts.jsonl", "answers.jsonl", "schema.json"))
+    prompts.write_text('{"prompt": "a"}\n')
+    schema.write_text('{"enum": [1]}')
+    at = ("generate", "--file", prompts, "--out", answers, "--target", folder, "--policy", "none")
+    assert windfall(*at, "--json-schema", schema).exit_code == 0
+    assert windfall(*at, "--json-schema", schema, "--resume").exit_code == 0
+    schema.write_text('{"enum": [2]}')
+    said = refused(*at, "--json-schema", schema, "--resume")
+    assert said.endswith("was made with other options: --json-schema; give the same, or another --out")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

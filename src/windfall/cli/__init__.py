@@ -26,6 +26,7 @@ from windfall.cli import (
     show,
     train_ltd,
     tune,
+    usage_errors,
 )
 from windfall.cli.bench_speed import speed
 from windfall.cli.bench_throughput import throughput
@@ -72,7 +73,7 @@ def _discard_output() -> None:
 def _refuse_usage(error: Any) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help for it
         raise error
-    _refuse(error.format_message())
+    _refuse(usage_errors.message_of(error))
 
 
 def _refuse(message: str) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windfall.cli.answer_options import differences
 from windfall.cli.options import message
 from windfall.cli.session import Session, check_out_file, freeze_objects, stop_on_interrupt
 from windfall.core.errors import InputError
@@ -51,10 +52,14 @@ class Conversation:
 class AnswerFile:
     """A file with one JSON object per answer, in the order in which the texts ended."""
 
-    def __init__(self, file: Path, lines: Sequence[PromptLine], resume: bool):
+    def __init__(
+        self, file: Path, lines: Sequence[PromptLine], resume: bool, options: dict[str, Any], seed: int | None
+    ):
+        """`options`: those that each answer records. `seed`: None if any will do."""
         check_out_file(file)
-        self.file = file
+        self.file, self.options, self.seed = file, options, seed
         self.texts: dict[tuple[int, int], str] = {}  # answers by line number and turn
+        self._targets: dict[str, str] = {}  # names of targets, with the places of their first answers
         if not file.exists():
             return
         content = read_text(file)
@@ -66,6 +71,7 @@ class AnswerFile:
             replace_text(file, whole)
 
     def _read(self, content: str, lines: dict[int, PromptLine]) -> None:
+        unrecorded, seed = 0, self.seed
         for number, row in rows(content, f"'{self.file}'"):
             place, found = f"line {number} of '{self.file}'", row if isinstance(row, dict) else {}
             at, turn, text = (found.get(key) for key in ("line", "turn", "text"))
@@ -74,10 +80,40 @@ class AnswerFile:
             line = lines.get(at)
             if line is None or line.id != found.get("id") or not 1 <= turn <= len(line.turns):
                 raise InputError(f"{place} answers another file of prompts; choose another --out")
+            self._check_options(found, place)
+            if isinstance(target := found.get("target"), str):
+                self._targets.setdefault(target, place)
+            unrecorded += "options" not in found
+            seed = found.get("seed") if self.seed is None else seed
             self.texts[at, turn] = text
+        self.seed = seed  # without --seed, that of the last answer
+        if unrecorded:
+            note = "without their options, as earlier versions wrote them: only target and seed are compared"
+            console.note(f"'{self.file}' has {counted(unrecorded, 'answer')} {note}")
+
+    def _check_options(self, answer: dict[str, Any], place: str) -> None:
+        """Refuse an answer that was made with other options than the next ones."""
+        options, seed = answer.get("options", self.options), answer.get("seed")
+        if not isinstance(options, dict) or not isinstance(seed, int | None):
+            raise InputError(f"{place} is not an answer that `windfall generate --out` wrote")
+        found = differences(options, self.options)
+        if self.seed is not None:
+            found += differences({"seed": seed}, {"seed": self.seed})
+        if found:
+            self._refuse(place, found)
+
+    def check_target(self, name: str) -> None:
+        """Refuse answers of another target."""
+        for other, place in self._targets.items():
+            if other != name:
+                self._refuse(place, [f"--target ({other}, now {name})"])
+
+    def _refuse(self, place: str, found: list[str]) -> None:
+        raise InputError(f"{place} was made with other options: {', '.join(found)}; give the same, or another --out")
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append an answer."""
+        """Append an answer, with its options."""
+        record = {**record, "options": self.options}
         try:
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record, ensure_ascii=False) + "\n")

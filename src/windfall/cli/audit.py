@@ -13,7 +13,7 @@ from windfall.bench.paths import shorten
 from windfall.bench.tasks import load_tasks
 from windfall.cli.declare import ignore_eos_option, json_option, option, tasks_option, words
 from windfall.cli.options import ModelOptions, PolicyOptions
-from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, write_json
+from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_result_file, command_line, write_json
 from windfall.core.wording import counted
 from windfall.render import console
 from windfall.render.tables import Figures, Wrapped
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from windfall.bench.inspect.audit import Audit, Comparison
 
 MAX_SHOWN_DIFFERENCES = 5
+RESULT_KEYS = ("settings", "exact", "comparisons")  # of the JSON
 
 
 @dataclass
@@ -59,7 +60,7 @@ def audit(
     from windfall.bench.runner import first_questions
 
     prompts, made_policy = load_tasks(options.names, options.limit), policy.make()
-    check_out_file(out)
+    check_result_file(out, "audit", RESULT_KEYS)
     engine = model.load(made_policy)
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "seed")}
     cases = first_questions(prompts, engine, eos=() if options.ignore_eos else None, **sampling)

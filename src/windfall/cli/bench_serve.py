@@ -18,7 +18,7 @@ from windfall.bench.tasks import in_turns, load_tasks
 from windfall.cli import measuring
 from windfall.cli.declare import argument, ignore_eos_option, json_option, numbers, option, tasks_option, words
 from windfall.cli.serve import KEY_VARIABLE
-from windfall.cli.session import ON_INTERRUPT, check_out_file, command_line, write_json
+from windfall.cli.session import ON_INTERRUPT, check_result_file, command_line, write_json
 from windfall.core.errors import InputError
 from windfall.core.wording import counted
 from windfall.render import console
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FAILED = 1  # exit code if no request was answered
 CONCURRENCY = "1,2,4,8"
+RESULT_KEYS = ("server", "model", "rows")  # of the JSON
 
 
 @dataclass
@@ -96,7 +97,7 @@ def serve(
 
     settings, key = options.settings(), _key(key_variable)
     client = Client(url, key, settings.timeout)
-    check_out_file(out)
+    check_result_file(out, "bench serve", RESULT_KEYS)
     tasks = words(options.tasks, "--tasks")
     prompts = in_turns(load_tasks(tasks, options.limit))
     given = {"tasks": list(map(shorten, tasks)), "limit": options.limit, **dataclasses.asdict(settings)}

@@ -17,13 +17,15 @@ from windfall.bench.tasks import load_tasks
 from windfall.cli import measuring
 from windfall.cli.declare import ignore_eos_option, json_option, numbers, option, plot_option, tasks_option, words
 from windfall.cli.options import ModelOptions
-from windfall.cli.session import ON_INTERRUPT, check_out_file, command_line, write_json
+from windfall.cli.session import ON_INTERRUPT, check_result_file, command_line, write_json
 from windfall.core.errors import InputError
 from windfall.render import console
 from windfall.render.tables import Figures, figure
 
 if TYPE_CHECKING:
     from windfall.bench.speed.race import Settings
+
+RESULT_KEYS = ("target", "passes", "methods")  # of the JSON
 
 
 @dataclass
@@ -84,7 +86,7 @@ def speed(
     settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
     model.check_drafter()
     plots.check(plot)
-    check_out_file(out)
+    check_result_file(out, "bench speed", RESULT_KEYS)
     profiles = None if options.profile is None else runner.read_profiles(options.profile)
     tasks = words(options.tasks, "--tasks")
     prompts = load_tasks(tasks, options.limit)

@@ -15,14 +15,17 @@ from windfall.bench.tasks import in_turns, load_tasks
 from windfall.cli import measuring
 from windfall.cli.declare import ignore_eos_option, json_option, numbers, option, plot_option, tasks_option, words
 from windfall.cli.options import ModelOptions
-from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_out_file, command_line, freeze_objects, write_json
+from windfall.cli.session import DIFFERENT, ON_INTERRUPT, check_result_file, command_line, freeze_objects, write_json
 from windfall.core.errors import InputError
 from windfall.core.files import parse_json, read_text
+from windfall.core.wording import listed
 from windfall.render import console
 from windfall.render.tables import Figures, Wrapped, figure
 
 if TYPE_CHECKING:
     from windfall.bench.throughput.workload import Settings
+
+RESULT_KEYS = ("target", "provenance", "rows", "skipped")  # of the JSON
 
 
 @dataclass
@@ -95,7 +98,7 @@ def throughput(
     settings, methods = options.settings(model), parse_methods(options.methods or list(METHODS))
     model.check_drafter()
     plots.check(plot)
-    check_out_file(out)
+    check_result_file(out, "bench throughput", RESULT_KEYS)
     tasks = words(options.tasks, "--tasks")
     prompts = in_turns(load_tasks(tasks, options.limit))
     target = model.load_target()
@@ -130,7 +133,7 @@ def read_results(file: Path | None) -> dict[str, Any]:
         found = parse_json(text)
     except ValueError as error:
         raise InputError(f"'{file}' is not JSON: {error}") from error
-    if not isinstance(found, dict) or not {"target", "provenance", "rows", "skipped"} <= found.keys():
+    if not isinstance(found, dict) or not {*RESULT_KEYS} <= found.keys():
         raise InputError(f"'{file}' has no results of windfall bench throughput")
     return found
 
@@ -144,16 +147,25 @@ def show(report: dict[str, Any]) -> None:
     for temperature, arrivals in dict.fromkeys((row["temperature"], row["arrivals"]) for row in rows):
         own = [row for row in rows if (row["temperature"], row["arrivals"]) == (temperature, arrivals)]
         out.print(table(own, f"{report['target']}, {arrivals}, temperature {temperature:g}"))
-    reasons = dict.fromkeys((row["method"], row["fallback"]) for row in rows if row["fallback"])
-    for method, reason in reasons:
-        out.print(Wrapped(Text(f"{method} ran on the host loop: {reason}", style="dim")))
-    for method, reason in dict.fromkeys((row["method"], row.get("undrafted")) for row in rows if row.get("undrafted")):
-        out.print(Wrapped(Text(f"{method} decoded requests that ran together without drafts: {reason}", style="dim")))
+    for reason, methods in _methods_by(rows, "fallback").items():
+        out.print(Wrapped(Text(f"{listed(methods)} ran on the host loop: {reason}", style="dim")))
+    for reason, methods in _methods_by(rows, "undrafted").items():
+        text = f"{listed(methods)} decoded requests that ran together without drafts: {reason}"
+        out.print(Wrapped(Text(text, style="dim")))
     for method, reason in dict.fromkeys((each["method"], each["reason"]) for each in report["skipped"]):
         out.print(Wrapped(Text(f"{method} was left out: {reason}", style="yellow")))
     ours = [row for row in rows if row["runner"] != "transformers"]
     different = sum(row["texts"] - row["same_texts"] for row in ours)
     console.print_equality(different, sum(row["texts"] for row in ours), any(row["exact"] for row in ours))
+
+
+def _methods_by(rows: list[dict[str, Any]], reason: str) -> dict[str, list[str]]:
+    """The methods that have each value of the key `reason`, which may be missing."""
+    found: dict[str, list[str]] = {}
+    for method, text in dict.fromkeys((row["method"], row.get(reason)) for row in rows):
+        if text:
+            found.setdefault(text, []).append(method)
+    return found
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Figures:

@@ -81,7 +81,7 @@ def chat(
     capture_graphs(engine, keywords)
     history, autosave = _storage(no_save)
     names = {"drafter": model.drafter_name(engine.target), "policy": policy.name}
-    talk = Chat(Session(engine, names, keywords, coloured=show_drafts), sampling, system, _reference(model), autosave)
+    talk = Chat(Session(engine, names, keywords, coloured=show_drafts), sampling, system, model.reference, autosave)
     if at_terminal():
         talk.greet()
     if saved is not None and file is not None:
@@ -96,12 +96,6 @@ def _saved_sampling(saved: Conversation, file: Path) -> SamplingOptions:
         return chat_settings.restored(saved.sampling)
     except InputError as error:
         raise InputError(f"'{file}': {error}") from None
-
-
-def _reference(model: ModelOptions) -> str | None:
-    """The value of --target that names the same model in any working directory."""
-    local = model.target is not None and Path(model.target).exists()
-    return str(Path(str(model.target)).resolve()) if local else model.target
 
 
 def _storage(no_save: bool) -> tuple[Path | None, Autosave | None]:

@@ -14,6 +14,7 @@ from windfall.core.errors import InputError
 from windfall.core.options import parse_value
 
 DEFAULT = "default"  # the value that resets an option
+REPEATABLE = " Repeatable."  # ends help texts; true of flags only: here an option gets all its values at once
 
 
 def flag(name: str) -> str:
@@ -55,9 +56,13 @@ def restored(saved: Mapping[str, Any]) -> SamplingOptions:
 def listed(options: SamplingOptions) -> str:
     """The name, value and meaning of each option."""
     fields = dataclasses.fields(options)
-    rows = [(flag(f.name), _written(getattr(options, f.name)), str(f.metadata["help"])) for f in fields]
+    rows = [(flag(f.name), _written(getattr(options, f.name)), _meaning(f)) for f in fields]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows)
+
+
+def _meaning(field: dataclasses.Field[Any]) -> str:
+    return str(field.metadata["help"]).removesuffix(REPEATABLE)
 
 
 def setting(options: SamplingOptions, text: str) -> str:

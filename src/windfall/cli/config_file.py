@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from windfall.core.errors import InputError
+from windfall.core.options import split_settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,6 +46,10 @@ REPLACED_BY_FLAG = {  # a flag on the command line: the keys that are then ignor
     "exact": ("fast", "exact"),
     "fast": ("fast", "exact"),
 }
+
+
+class FileSetting(str):
+    """A `NAME=VALUE` of the file, among those of the command line."""
 
 
 def configurable(record: type[T]) -> type[T]:
@@ -122,7 +127,29 @@ def defaults(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
         if name not in values or key in ignored:
             continue
         if isinstance(value, dict):  # the command line's settings come last and so override the file's
-            changed[name] = [*(f"{option}={each}" for option, each in value.items()), *values[name]]
+            changed[name] = [*(FileSetting(f"{option}={each}") for option, each in value.items()), *values[name]]
         elif name not in given:
             changed[name] = not value if key in NEGATED else value
     return changed
+
+
+def made_with(settings: Sequence[str], key: str, make: Callable[[dict[str, str]], T]) -> T:
+    """What `make` makes of these settings, some of which may come from the file.
+
+    If it refuses them, but not those of the command line alone, the error names the file and `key`.
+    """
+    try:
+        return make(split_settings(settings))
+    except InputError as error:
+        own = [each for each in settings if not isinstance(each, FileSetting)]
+        if len(own) == len(settings) or not _takes(make, own):
+            raise
+        raise InputError(f"the config file '{file_in_use()}', {key}: {error}") from error
+
+
+def _takes(make: Callable[[dict[str, str]], Any], settings: Sequence[str]) -> bool:
+    try:
+        make(split_settings(settings))
+    except InputError:
+        return False
+    return True

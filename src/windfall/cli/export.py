@@ -7,6 +7,7 @@ from pathlib import Path
 from windfall.cli.declare import argument, option
 from windfall.cli.options import TargetOptions
 from windfall.core.errors import InputError
+from windfall.core.files import check_writable
 from windfall.render import console
 
 
@@ -23,10 +24,14 @@ def export(
     The files are in bfloat16. windfall reads them, too.
     """
     from windfall.heads import formats
+    from windfall.heads.files import locate
+    from windfall.heads.kinds import recognise
     from windfall.heads.loading import find_head
 
+    formats.check_format(format, None if head is None else recognise(locate(head), head))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out is a new folder, and '{out}' exists; choose another name")
+    check_writable(out)
     target = model.load_target()
     found = find_head(head, target)
     formats.write(found, out, format=format, target=target)

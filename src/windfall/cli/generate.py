@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from windfall import registry
+from windfall.cli.answer_options import recorded
 from windfall.cli.answers import AnswerFile, Conversation, answer_all, at_line
 from windfall.cli.constraints import ConstraintOptions
 from windfall.cli.declare import json_option, option, show_drafts_option
@@ -42,7 +43,9 @@ def generate(
     compare: bool = option(False, "First generate with plain decoding, then compare tokens and times."),
     show_drafts: bool = show_drafts_option(),
     out: Path | None = option(None, "Answer the lines of --file together, and write one JSON object per answer here."),
-    resume: bool = option(False, "Answer the lines that have no answer in --out yet."),
+    resume: bool = option(
+        False, "Answer the lines that have no answer in --out yet, with the same options as the others."
+    ),
     logprobs: int | None = option(
         None, "Add log-probabilities to the JSON: of each token, and of this number of likeliest tokens at its place."
     ),
@@ -60,8 +63,14 @@ def generate(
     prompt = None if lines else source.read()
     keywords = sampling.keywords(**_logprobs_keywords(logprobs, logprobs_mode, json or out is not None))
     keywords |= constraint.keywords()
-    answers = None if out is None else AnswerFile(out, lines, resume)
+    answers = None
+    if out is not None:
+        options = recorded(source, model, sampling, constraint, logprobs=logprobs, logprobs_mode=logprobs_mode)
+        answers = AnswerFile(out, lines, resume, options, sampling.seed)
+        keywords["seed"] = answers.seed
     engine = model.load(policy.make(), batch)
+    if answers is not None:
+        answers.check_target(engine.target.name)
     if source.system is not None or any(line.system for line in lines):
         check_chat(engine)
     keywords = with_seed(keywords)

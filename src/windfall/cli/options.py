@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windfall.cli.config_file import configurable
+from windfall.cli.config_file import configurable, made_with
 from windfall.cli.declare import argument, ignore_eos_option, option, system_option
 from windfall.core.errors import InputError, UserNote
 from windfall.core.options import split_settings
@@ -115,6 +115,7 @@ class ModelOptions(TargetOptions, ModelChoice):
         """The engine; names and settings are checked before the weights are read."""
         from windfall.engine import loading
 
+        self.check_drafter()
         settings = split_settings(self.drafter_settings)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserNote)
@@ -127,6 +128,12 @@ class ModelOptions(TargetOptions, ModelChoice):
         if reason := engine.gpu_unavailable:
             console.note(f"CUDA graphs are not used, because {reason}")
         return engine
+
+    @property
+    def reference(self) -> str | None:
+        """The value of --target that names the same model in any working directory."""
+        local = self.target is not None and Path(self.target).exists()
+        return str(Path(str(self.target)).resolve()) if local else self.target
 
     @property
     def gpu_options(self) -> GpuOptions:
@@ -150,9 +157,11 @@ class ModelOptions(TargetOptions, ModelChoice):
         """Check the drafter and its settings, as far as that needs no target."""
         from windfall.bench.methods import DrafterSpec
 
-        settings = split_settings(self.drafter_settings)
-        if self._early_drafter is not None:
-            DrafterSpec(self._early_drafter, settings).check()
+        def check(settings: dict[str, str]) -> None:
+            if self._early_drafter is not None:
+                DrafterSpec(self._early_drafter, settings).check()
+
+        made_with(self.drafter_settings, "drafter_options", check)
 
     @property
     def _early_drafter(self) -> str | None:
@@ -174,7 +183,10 @@ class PolicyOptions(PolicyChoice):
     def make(self) -> TreePolicy:
         from windfall.engine import loading
 
-        return loading.choose_policy(self.policy, split_settings(self.settings), self.preset)
+        def made(settings: dict[str, str]) -> TreePolicy:
+            return loading.choose_policy(self.policy, settings, self.preset)
+
+        return made_with(self.settings, "policy_options", made)
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from windfall.cli.declare import complete, option
 from windfall.cli.options import BatchOptions, ModelOptions, PolicyOptions
 from windfall.cli.session import freeze_objects, remember_costs
 from windfall.core.errors import InputError
+from windfall.core.wording import listed
 from windfall.render import console
 from windfall.serve.options import ServerOptions
 from windfall.serve.settings import DRAIN_SECONDS
@@ -120,8 +121,7 @@ def note_slow_batches(engine: Engine) -> None:
 def check_extra() -> None:
     """Refuse to start without the packages of the server."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
-        raise InputError(f"the server needs {names}; run: pip install windfall[serve]")
+        raise InputError(f"the server needs {listed(missing)}; run: pip install windfall[serve]")
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from windfall.core.errors import InputError
-from windfall.core.files import make_folder, replace_text
+from windfall.core.files import check_writable, make_folder, parse_json, read_text, replace_text
 from windfall.core.garbage import freeze_objects as freeze_objects
 from windfall.render import console
 
@@ -157,6 +157,30 @@ def check_out_file(out: Path | None) -> None:
         if out.is_dir():
             raise InputError(f"--out is the file to write, and '{out}' is a folder")
         make_folder(out.parent)
+        if not out.exists():
+            check_writable(out.parent)
+
+
+def check_result_file(out: Path | None, command: str, keys: Collection[str]) -> None:
+    """`check_out_file`, and refuse to replace anything but a result of the same command: a JSON object with these keys.
+
+    An empty file may be replaced, too.
+    """
+    check_out_file(out)
+    if out is None or not out.exists():
+        return
+    check_writable(out.parent)  # the file is not written to, but replaced
+    if not out.is_file() or not _is_result(out, keys):
+        raise InputError(f"'{out}' exists and is not a result of `windfall {command}`; choose another --out")
+
+
+def _is_result(file: Path, keys: Collection[str]) -> bool:
+    try:
+        text = read_text(file)
+        found = parse_json(text) if text.strip() else dict.fromkeys(keys)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and {*keys} <= found.keys()
 
 
 def write_json(out: Path | None, value: Any, indent: int = 2) -> None:

@@ -11,7 +11,7 @@ from windfall import registry
 from windfall.bench.tasks import load_tasks
 from windfall.cli.declare import json_option, option, tasks_option, words
 from windfall.cli.options import ModelOptions
-from windfall.cli.session import check_out_file, stop_on_interrupt
+from windfall.cli.session import check_result_file, stop_on_interrupt
 from windfall.core.options import split_settings
 from windfall.render import console
 from windfall.render.tables import Figures
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from windfall.bench.tune import Result
 
 MAX_SHOWN_RESULTS = 12
+RESULT_KEYS = ("policy", "settings")  # of a preset file
 
 
 def tune(
@@ -55,9 +56,7 @@ def tune(
     names, given = tuple(words([vary] if vary else [], "--vary")), tuning.parse_values(values)
     chosen = tuning.candidates(policy, search, names, candidates, seed, fixed, given)
     loaded = load_tasks(words(tasks, "--tasks") or ["builtin"], limit)
-    check_out_file(out)
-    if out.exists():  # only a preset file is replaced
-        registry.read_preset(str(out))
+    check_result_file(out, "tune", RESULT_KEYS)
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     engine = model.load("none")
     attach_costs(engine, registry.policy(policy, **fixed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -94,3 +95,12 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder '{folder}': {error.strerror or error}") from error
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder in which no files can be made. If it does not exist yet, this checks the folder above it."""
+    try:
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise InputError(f"cannot write to '{folder}': {error.strerror or error}") from error

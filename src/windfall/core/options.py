@@ -10,7 +10,7 @@ import math
 import numbers
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from windfall.core.errors import InputError
@@ -150,7 +150,7 @@ def parse_ranges(text: str) -> set[int]:
     return {number for first, dash, last in pairs for number in range(int(first), int(last if dash else first) + 1)}
 
 
-def split_settings(items: list[str]) -> dict[str, str]:
+def split_settings(items: Sequence[str]) -> dict[str, str]:
     """Command-line settings such as `["depth=6", "k=4"]` as a dict."""
     settings = {}
     for item in items:

@@ -54,6 +54,22 @@ FORMATS = {  # format → kind
 }
 
 
+def formats_of(kind: str) -> list[str]:
+    """The formats in which a head of this kind can be written; its own comes first."""
+    own = [name for name, fitting in FORMATS.items() if fitting == kind]
+    return own or [kind, *(["vllm"] if kind == "medusa" else [])]
+
+
+def check_format(format: str, kind: str | None) -> None:
+    """Refuse a format in which a head of this kind cannot be written. If the kind is None, it is not known yet."""
+    if kind is not None and format not in formats_of(kind):
+        fitting = ", ".join(formats_of(kind))
+        raise InputError(f"a head of kind {kind} cannot be written as '{format}'; choose from {fitting}")
+    known = dict.fromkeys(name for each in KINDS for name in formats_of(each))
+    if format not in known:
+        raise InputError(f"there is no format '{format}'; choose from {', '.join(known)}")
+
+
 def read(source: str | os.PathLike[str], target: Any = None) -> Any:
     """The head in a folder or hub repository, in the most likely reading; `target` is its target's transformers config.
 
@@ -98,15 +114,13 @@ def write(
     What it borrows from its target is written too, unless `light`; `target` adds its description.
     """
     kind = head.config.kind
-    if KINDS[kind].drafter != "head" and (format in (None, kind) or (kind, format) == ("medusa", "vllm")):
+    format = format or kind
+    check_format(format, kind)
+    if KINDS[kind].drafter != "head":
         own: dict[str, Any] = {"dtype": dtype, "target": target} if kind == "block" else {}
         own |= {"layout": format} if format == "vllm" else {}
         load(KINDS[kind].writer)(head, folder, **own)
         return
-    format = format or kind
-    if FORMATS.get(format) != kind:
-        fitting = [name for name, own in FORMATS.items() if own == kind] or [kind]
-        raise InputError(f"a head of kind {kind} cannot be written as '{format}'; choose from {', '.join(fitting)}")
     tensors = _all_tensors(head, light)
     vocabulary = len(tensors["embed_tokens.weight"]) if "embed_tokens.weight" in tensors else head.config.vocab_size
     config = CONFIGS[format](head.config, vocabulary, str(dtype).removeprefix("torch."))
