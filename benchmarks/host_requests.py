@@ -71,6 +71,8 @@ def main() -> None:
         )
         for way, pages in WAYS.items()
     }
+    for engine in engines.values():
+        engine.prepare((0.0,))
     rows, points = [], [(kind, size) for kind in kinds for size in sizes]
     with console.progress("Generating…") as progress:
         for place, (kind, size) in enumerate(points):

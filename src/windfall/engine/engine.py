@@ -360,15 +360,18 @@ class Engine:
         happens while requests run. On a CPU, or while requests run, this does nothing.
         """
         with self._service.alone() as alone:
-            in_pages = self._paged_runner()
-            if not alone or in_pages is None:
+            paged = self._paged() if alone else None
+            if paged is None or paged.target is None:
                 return
             from windfall.engine.gpu.batch.rehearsal import rehearse
 
             with tree_attention(self.target.model):
                 self.target.texts += 1
+                paged.target.capture()
+                if paged.rounds is None:
+                    return
                 for place, temperature in enumerate(temperatures):
-                    for share in rehearse(in_pages, partial(self._made_up_texts, temperature)):
+                    for share in rehearse(paged.rounds, partial(self._made_up_texts, temperature)):
                         progress((place + share) / len(temperatures))
 
     def _made_up_texts(self, temperature: float, count: int, length: int) -> list[Sequence]:

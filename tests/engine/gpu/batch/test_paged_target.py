@@ -114,6 +114,25 @@ def test_states_are_those_of_a_padded_cache(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(map(torch.allclose, found_, wanted_))
 
 
+def test_usual_passes_are_captured_before_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes over rows of no text run like all others, and leave the pages of later texts alone."""
+    target, found = made(kind="ngram")
+    keys, run = set(), target.gpu_target.graph_cache.run
+    monkeypatch.setattr(target.gpu_target.graph_cache, "run", lambda key, work: (keys.add(key), run(key, work)))
+    found.prepare()
+    captured = set(keys)
+    assert len(captured) == 2 * 10  # sizes up to 256, chains and trees
+    texts = [prompt(length, seed=length) for length in LENGTHS]
+    target.prefill(texts)
+    target.params = [SamplingParams(temperature=1.0, seed=1), *[SamplingParams()] * 3]
+    trees = trees_after(texts, SIZES)
+    keys.clear()
+    found.target.prefill(texts)
+    for one, other in zip(target.score(trees), found.target.score(trees), strict=True):
+        assert torch.allclose(one.logits, other.logits, atol=1e-9)
+    assert keys and keys <= captured
+
+
 def test_prompts_that_begin_alike_share_pages() -> None:
     """Without a drafter that needs the target's states; pages of a sequence that left are found, too."""
     target, _ = made(kind="ngram")

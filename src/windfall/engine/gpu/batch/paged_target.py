@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +19,8 @@ from windfall.core.types import InputError, SamplingParams, Scores
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, PromptQueue
 from windfall.engine.gpu.batch.paged_cache import PagedCache
 from windfall.engine.gpu.batch.paged_texts import PagedTexts, SeatSampling, Text
-from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS
-from windfall.engine.gpu.batch.row_buffers import HostRows, RowBuffers, Shape, layout
+from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS
+from windfall.engine.gpu.batch.row_buffers import NO_TREE, HostRows, RowBuffers, Shape, layout
 from windfall.engine.gpu.batch.state import ALL_COMMITTED
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer, QueuedBuffer, place
@@ -32,14 +31,8 @@ from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, tile_rows
 LEVELS = (16, MAX_VERIFY_ROWS)  # of trees in captured passes
 ROWS = ("tokens", "parents", "depth")  # the arrays of a tree that describe its rows
 LOGIT_ROWS = (64, 256, MAX_ROUND_ROWS)  # of buffers for logits; a large one is made when it is first needed
+PREPARED_ROWS = 256  # of the largest pass that is captured before requests run
 MOVES = (16, 128, MAX_ROUND_ROWS)  # rows of captured commits
-
-
-class Draws(NamedTuple):
-    """How a pass draws the tokens after its rows."""
-
-    greedy: bool  # none draws at random
-    filtered: bool  # some exclude unlikely tokens
 
 
 class PagedTarget:
@@ -162,13 +155,11 @@ class PagedTarget:
 
     def _score(self, seats: range, trees: list[DraftTree], copies: bool) -> list[Scores]:
         """One pass over the trees of these seats. `copies`: another pass follows, and uses the same memory."""
-        cache, draws = self.gpu_target.graph_cache, self._write_sampling(seats)
-        shape = self._write_rows(seats, trees)
-        key = ("host verify", shape, draws, self.texts.span, self._buffers_id)
-        cache.run(key, partial(self._run_rows, shape, draws))
-        cache.wait()
+        filtered, shape = self._write_sampling(seats), self._write_rows(seats, trees)
+        self._run(shape, filtered)
+        self.gpu_target.graph_cache.wait()
         count, logits = sum(map(len, trees)), self._logits[buffer_rows(shape.size)]
-        drawn = self._drawn.host["tokens"][:count].tolist() if draws else []
+        drawn = self._drawn.host["tokens"][:count].tolist()
         found, row = [], 0
         for seat, tree in zip(seats, trees, strict=True):
             own, params = slice(row, row + len(tree)), self.params[seat]
@@ -181,16 +172,14 @@ class PagedTarget:
             row += len(tree)
         return found
 
-    def _write_sampling(self, seats: range) -> Draws | None:
-        """Send how these sequences draw their tokens; None if none of them can draw on the device."""
+    def _write_sampling(self, seats: range) -> bool:
+        """Send how these sequences draw their tokens; returns whether some exclude unlikely tokens."""
         able = [(seat, self.params[seat]) for seat in seats if draws_alone(self.params[seat])]
         for seat, params in able:
             self._sampling.write(seat, params)
-        if not able:
-            return None
-        self._sampling.send()
-        drawn = [params for _, params in able if not params.greedy]
-        return Draws(not drawn, any(params.filters for params in drawn))
+        if able:
+            self._sampling.send()
+        return any(params.filters and not params.greedy for _, params in able)
 
     def _write_rows(self, seats: range, trees: list[DraftTree]) -> Shape:
         """Send the rows of a pass."""
@@ -208,7 +197,18 @@ class PagedTarget:
             ancestor = above[ancestor]
         return self._rows.send(rows, lineages, lengths)
 
-    def _run_rows(self, shape: Shape, draws: Draws | None) -> None:
+    @torch.inference_mode()
+    def capture(self, rows: int = PREPARED_ROWS) -> None:
+        """Capture the passes over up to this number of rows; no sequence may run."""
+        for size in ROUND_ROWS[: bisect_left(ROUND_ROWS, rows) + 1]:
+            for levels in (NO_TREE, LEVELS[0]):
+                self._run(self._rows.send_padding(size, levels), False)
+
+    def _run(self, shape: Shape, filtered: bool) -> None:
+        key = ("host verify", shape, filtered, self.texts.span, self._buffers_id)
+        self.gpu_target.graph_cache.run(key, partial(self._run_rows, shape, filtered))
+
+    def _run_rows(self, shape: Shape, filtered: bool) -> None:
         gpu_target, size = self.gpu_target, shape.size
         given = self._rows.given(shape, self.texts.tables)
         logits, states = self.cache.forward(given, self.cache.kv, gpu_target.taps, 0)
@@ -219,16 +219,15 @@ class PagedTarget:
         self._logits[buffer][:size].copy_(logits)  # graphs share this memory: there are many, and logits are large
         if self._states is not None and states is not None:  # other graphs may reuse the memory
             self._states[:size].copy_(states[:size])
-        if draws is not None:
-            self._drawn.device["tokens"][:size].copy_(self._draw(logits, size, draws))
-            self._drawn.publish()
+        self._drawn.device["tokens"][:size].copy_(self._draw(logits, size, filtered))
+        self._drawn.publish()
 
-    def _draw(self, logits: Tensor, size: int, draws: Draws) -> Tensor:
+    def _draw(self, logits: Tensor, size: int, filtered: bool) -> Tensor:
         """The target's token after each row, which means nothing for sequences that cannot draw on the device."""
         there, sampling = self._rows.device, self._sampling
         owners = there["owners"][:size]
-        cutoff = sampling.cutoffs(logits, owners) if draws.filtered else None
-        given = logits, there["positions"][:size], sampling["seed"], sampling["temperature"], draws.greedy, 1
+        cutoff = sampling.cutoffs(logits, owners) if filtered else None
+        given = logits, there["positions"][:size], sampling["seed"], sampling["temperature"], False, 1
         return draw(*given, owners=owners, cutoff=cutoff)
 
     @torch.inference_mode()

@@ -97,7 +97,7 @@ class PagedTexts:
     @property
     def span(self) -> int:
         """Pages of each sequence that the next pass reads."""
-        most = max(len(text.pages) for text in self._texts)
+        most = max((len(text.pages) for text in self._texts), default=1)
         return min(next((span for span in SPANS if span >= most), most), self.max_pages)
 
     @property

@@ -59,11 +59,23 @@ class RowBuffers:
     def device(self) -> dict[str, Tensor]:
         return self._rows.device
 
-    def send(self, rows: HostRows, lineages: Integers | None = None, lengths: Integers | None = None) -> Shape:
+    def send_padding(self, size: int, levels: int) -> Shape:
+        """Send this number of rows without a text, to capture a pass over them."""
+        nothing = np.zeros(0, np.int64)
+        self.send(HostRows(*[nothing] * len(HostRows._fields)), size=size)
+        return Shape(size, levels)
+
+    def send(
+        self,
+        rows: HostRows,
+        lineages: Integers | None = None,
+        lengths: Integers | None = None,
+        size: int | None = None,
+    ) -> Shape:
         """Send rows. Those of trees have `lineages` [n, levels], the slots of their ancestors and their own, and
-        `lengths` [seats]: the number of columns before the trees."""
+        `lengths` [seats]: the number of columns before the trees. `size`: with padding; None: the next captured one."""
         here, count = self._rows.wait_writable(), len(rows.tokens)
-        size = round_rows(count)
+        size = round_rows(count) if size is None else size
         given = {"positions": rows.columns - self.first, "reach": rows.columns + 1}
         given |= {"tokens": rows.tokens, "slots": rows.slots, "owners": rows.owners}
         for name, values in given.items():
