@@ -20,6 +20,7 @@ from windfall.checkpoints.find import load_fastest, load_model
 from windfall.checkpoints.gguf import architecture_of
 from windfall.checkpoints.quiet_libs import quiet
 from windfall.core.types import InputError
+from windfall.drafters.lm import LMDrafter
 from windfall.kernels.packed import PackedLinear, packed_formats
 from windfall.model.target import Target
 from windfall.train.lm import Shape, new_student
@@ -252,3 +253,16 @@ def test_drafters_can_be_made_of_packed_layers(tmp_path: Path) -> None:
         torch.manual_seed(0)
         other = make(targets[1]).state_dict()
         assert {*one} == {*other} and all(torch.equal(other[name], tensor) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(("weights", "formats"), [("auto", ["F16", "Q4_1", "Q5_0"]), ("full", []), ("int8", ["int8"])])
+def test_the_weights_of_a_drafter_are_packed(weights: str, formats: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny(), mixed)
+    drafter = LMDrafter(file, weights=weights)
+    texts = []
+    for policy in ("none", "beam"):
+        engine = windfall.load(file, drafter, policy, device="cpu", weights="full")
+        texts.append(engine.generate(PROMPT, max_new_tokens=12, eos=()).token_ids)
+    assert packed_formats(drafter.decoder.model) == formats
+    assert texts[0] == texts[1]

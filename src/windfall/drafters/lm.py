@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from windfall.checkpoints.bundled import bundled_lm
-from windfall.checkpoints.find import check_vocabulary, load_model
+from windfall.checkpoints.find import check_vocabulary, load_fastest
+from windfall.checkpoints.packed import WEIGHTS
 from windfall.core.errors import HeadWarning
 from windfall.core.options import option
 from windfall.core.sampling import Dice
@@ -24,6 +25,7 @@ from windfall.model.cpu_layers import use_cpu_layers
 from windfall.model.decoder import Decoder, vocabulary_size
 from windfall.model.target import Target, refuse_unsupported, uncompiled
 
+AUTO = "auto"
 MAX_PENDING = 32  # pending tokens that run with the first draft pass; more run before it
 
 
@@ -37,6 +39,11 @@ class LMDrafter(Drafter):
 
     model: Any = option(None, "folder, GGUF file, hub id or loaded model; none: the bundled one, or the target itself")
     trust_remote_code: bool = option(False, "run Python code from the model's folder")
+    weights: str = option(
+        AUTO,
+        "on a CPU, how its weights are stored; auto: packed without a change, where that is faster",
+        choices=(AUTO, *WEIGHTS),
+    )
 
     def attach(self, target: Target) -> None:
         model, tokenizer = self._find(target)
@@ -53,12 +60,13 @@ class LMDrafter(Drafter):
             return model
         if hasattr(model, "forward"):
             return model, None
-        loaded = load_model(
+        loaded = load_fastest(
             model,
             device=target.device,
             dtype=target.decoder.dtype,
             trust_remote_code=self.trust_remote_code,
             lender=target.model,
+            weights=None if self.weights == AUTO else self.weights,
         )
         return loaded.model, loaded.tokenizer
 
