@@ -356,8 +356,8 @@ class Engine:
     ) -> None:
         """Let a GPU prepare for batches of up to `max_requests`, which takes seconds.
 
-        It captures the passes that requests with these temperatures will need, and measures them. Otherwise this
-        happens while requests run. On a CPU, or while requests run, this does nothing.
+        It captures the usual passes of requests with these temperatures, and measures them. Otherwise this happens
+        while requests run. On a CPU, or while requests run, this does nothing.
         """
         with self._service.alone() as alone:
             paged = self._paged() if alone else None
@@ -369,6 +369,7 @@ class Engine:
                 self.target.texts += 1
                 paged.target.capture()
                 if paged.rounds is None:
+                    progress(1.0)
                     return
                 for place, temperature in enumerate(temperatures):
                     for share in rehearse(paged.rounds, partial(self._made_up_texts, temperature)):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from windfall.engine.gpu.batch.runner import GpuBatchRunner
 
 
-DRAFTER_SHARE = 0.25  # of the memory for pages that the drafter may use in addition
+DRAFTER_SHARE = 0.25  # of the memory for pages that a drafter with a cache of its own may use in addition
 
 
 class PagedHostRunner(HostRunner):
@@ -51,7 +51,7 @@ class PagedHostRunner(HostRunner):
     def fits(self, lengths: Mapping[Sequence, int]) -> bool:
         """Whether there are pages for these sequences and their trees, if no other runner uses any.
 
-        The drafter's own cache is padded, and lies outside of the pages.
+        A drafter that does not draft in these pages has a padded cache of its own.
         """
         cache, count = self._paged.cache, len(lengths)
         padded = count * (max(lengths.values(), default=0) + self._paged.tree_rows) * self.drafter.row_bytes

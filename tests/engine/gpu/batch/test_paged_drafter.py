@@ -13,8 +13,9 @@ from windfall.core.tree import DraftTree
 from windfall.core.types import Grow, SamplingParams
 from windfall.engine.engine import Engine
 from windfall.engine.gpu.batch import paged_drafter
-from windfall.engine.gpu.batch.paged_drafter import PagedDrafter
+from windfall.engine.gpu.batch.paged_drafter import MAX_PENDING, PagedDrafter
 from windfall.engine.gpu.batch.paged_target import PagedTarget
+from windfall.engine.host_runner import TREE_ROWS
 
 LENGTHS = (70, 9, 2, 40)
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 1, "top_k": 9}, {}]
@@ -28,6 +29,7 @@ class Pair:
         paged = self.engine._paged()
         assert paged is not None and paged.target is not None and paged.drafter is not None
         self.mine: tuple[PagedTarget, PagedDrafter] = paged.target, paged.drafter
+        paged.target.tree_rows = TREE_ROWS
         self.samplings, self.live = samplings, list[list[int]]()
         self.dice: list[Any] = []
 
@@ -125,6 +127,39 @@ def test_sequences_without_a_feature_or_pages_are_not_drafted() -> None:
         trees = drafter.expand(trees, [Grow(torch.tensor([len(trees[0]) - 1]), 1)])
     assert 50 < len(trees[0]) < 66  # as many as a page has room for
     pool.release(taken)
+
+
+def test_a_cycle_expands_a_limited_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of one pass are counted together; those without numbers keep their trees."""
+    monkeypatch.setattr(paged_drafter, "EXPANDED", 0)
+    monkeypatch.setattr(paged_drafter, "LEAST_EXPANDED", 20)
+    pair = Pair("llama", "eagle3", [{}] * 4)
+    pair.join([prompt(9, seed=seed) for seed in range(4)], [{}] * 4)
+    _, drafter = pair.mine
+    trees = drafter.begin([text[-1] for text in pair.live])
+    trees = drafter.expand(trees, [Grow(torch.tensor([0]), 8)] * 4)
+    trees = drafter.expand(trees, [Grow(torch.arange(1, 9), 2)] * 4)
+    assert [*map(len, trees)] == [25, 25, 9, 9]  # 4 + 8 + 8 nodes
+
+
+def test_states_of_sequences_that_do_not_draft_are_taken_in() -> None:
+    pair = Pair("llama", "eagle3", [{}] * 2)
+    pair.join([prompt(9, seed=seed) for seed in range(2)], [{}] * 2)
+    for seed in range(40):
+        pair.cycle([[0]], 2, seed)
+    columns = pair.mine[1]._columns[1]
+    assert len(columns.pending) <= MAX_PENDING + 4 and len(columns.features) <= MAX_PENDING + 1
+
+
+def test_a_tree_may_need_more_pages_than_a_text_can_have() -> None:
+    """Near the end of the context, with a policy that expands many nodes."""
+    found = engine("llama", "eagle3", "optimal", graphs=True)
+    text = prompt(235)
+    asked: dict[str, Any] = {"max_new_tokens": 15, "eos": (), "logprobs": 1}
+    alone = found.generate(text, **asked).token_ids
+    handles = [found.submit(text, **asked) for _ in range(2)]
+    assert [handle.result(60).token_ids for handle in handles] == [alone] * 2
+    found.close()
 
 
 def test_it_uses_the_weights_and_pages_of_rounds() -> None:

@@ -9,7 +9,7 @@ from windfall.drafters.base import BlockForm, GpuForm, HeadForm, ModelForm
 from windfall.engine.gpu.batch.draft_passes import draft_passes
 from windfall.engine.gpu.batch.drafters import drafter_forward
 from windfall.engine.gpu.batch.paged_cache import PagedCache
-from windfall.engine.gpu.batch.paged_drafter import MAX_EXPANDED, PagedDrafter
+from windfall.engine.gpu.batch.paged_drafter import PagedDrafter, most_expanded
 from windfall.engine.gpu.batch.paged_target import PagedTarget
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS
 from windfall.engine.gpu.batch.runner import SEATS, GpuBatchRunner, Limits
@@ -81,9 +81,11 @@ def paged(runner: GpuRunner, policy: TreePolicy, online_costs: OnlineCosts, seat
         costs = OnlineCosts(online_costs.costs, online_costs.learns)
         how = policy, drafting.budget, costs, limits, drafting.undrafted
         rounds = GpuBatchRunner(cache, drafting.form, drafting.forward, *how)
-    passes = draft_passes(form, cache, longest, MAX_EXPANDED + 1, None if rounds is None else rounds.drafter)
+    seats = min(seats, SEATS[-1])
+    numbers = most_expanded(seats) + 1  # the last one is for padding
+    passes = draft_passes(form, cache, longest, numbers, None if rounds is None else rounds.drafter)
     has_keys = passes is not None or (rounds is not None and rounds.drafter is not None)  # of a drafter
-    target = PagedTarget(cache, min(seats, SEATS[-1]), longest, not has_keys)
+    target = PagedTarget(cache, seats, longest, not has_keys)
     return Paged(rounds, reason, target, None if passes is None else PagedDrafter(passes, target))
 
 

@@ -34,7 +34,7 @@ class DraftPasses:
         raise NotImplementedError
 
     def first_pass(self, rows: Pass, last: Tensor, here: Tensor) -> Tensor | LazyLogits:
-        """The same, and the logits after the rows `last`, which are the nodes with the numbers `here`."""
+        """Add columns, and return the logits after the rows `last`, which are the nodes with the numbers `here`."""
         raise NotImplementedError
 
     def next_pass(self, rows: Pass, above: Tensor, here: Tensor) -> Tensor | LazyLogits:

@@ -33,7 +33,8 @@ from windfall.engine.gpu.drafters import Drafted, with_entropy
 from windfall.engine.gpu.transfer import PackedBuffer
 
 LEVELS = (16, 128)  # of trees in captured passes; deeper nodes are not expanded
-MAX_EXPANDED = 4096  # nodes of all sequences that a cycle expands
+EXPANDED = 64  # nodes that a cycle expands for each sequence, on average
+LEAST_EXPANDED = 1024  # for all sequences together
 MAX_PENDING = 16  # columns of a sequence in a pass that drafts; more are added before it
 CHILDREN = (1, 2, 4, 8, 16, 32, 64, 128)  # of a node in captured passes
 PICKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, MAX_ROUND_ROWS)  # rows of a captured pass whose children are drafted
@@ -41,7 +42,7 @@ PICKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, MAX_ROUND_ROWS)  # rows of a cap
 
 @dataclass(eq=False)
 class Columns:
-    """What the drafter knows of a sequence."""
+    """The columns of a sequence, and the nodes of its tree that are expanded."""
 
     taken: int  # position of the first pending token: the columns before it are in the KV cache
     pending: list[int]  # tokens without a column
@@ -75,8 +76,9 @@ class PagedDrafter(Drafter):
         self._picks = PackedBuffer(device, **names)
         self._children: dict[tuple[int, int], PackedBuffer] = {}
         self._columns: list[Columns] = []
-        self._count = 0  # nodes expanded in this cycle
-        self._lineages = np.zeros((MAX_EXPANDED + 1, LEVELS[-1]), np.int64)  # by number: slots of drafted ancestors
+        self._numbered = 0  # nodes that are expanded in this cycle: the next number
+        self._most = most_expanded(target.seats)
+        self._lineages = np.zeros((self._most + 1, LEVELS[-1]), np.int64)  # by number: slots of drafted ancestors
         self._graphs.independent.add(self._buffers_id)
 
     def close(self) -> None:
@@ -104,8 +106,10 @@ class PagedDrafter(Drafter):
 
     # cycles
 
+    @torch.inference_mode()
     def begin(self, tokens: list[int]) -> list[DraftTree]:
-        self._count = 0
+        self._numbered = 0
+        self._take_in(list(range(len(self._columns))))  # of sequences that do not draft, states would pile up
         for seat, columns in enumerate(self._columns):
             columns.expanded = {}
             if columns.dice is None:
@@ -119,11 +123,11 @@ class PagedDrafter(Drafter):
 
     @torch.inference_mode()
     def expand(self, trees: list[DraftTree], grows: Many[Grow | None]) -> list[DraftTree]:
-        asked = {
-            seat: grow
-            for seat, (tree, grow) in enumerate(zip(trees, grows, strict=True))
-            if grow is not None and self._fits(seat, tree, grow)
-        }
+        asked, numbered = dict[int, Grow](), self._numbered
+        for seat, (tree, grow) in enumerate(zip(trees, grows, strict=True)):
+            if grow is not None and self._fits(seat, tree, grow, numbered):
+                asked[seat] = grow
+                numbered += len(grow.nodes)
         if not asked:
             return trees
         grown, entropy = list(trees), any(grow.entropy for grow in asked.values())
@@ -132,29 +136,32 @@ class PagedDrafter(Drafter):
         first = [seat for seat in asked if not self._columns[seat].expanded]
         self._take_in(first)
         counts = {seat: len(self._columns[seat].pending) for seat in first}
-        for seats in parts_of(counts):
+        for seats in passes_over(counts):
             self._add_children(grown, asked, seats, self._first_pass(seats, k, entropy))
         counts = {seat: len(grow.nodes) for seat, grow in asked.items() if seat not in counts}
-        for seats in parts_of(counts):
+        for seats in passes_over(counts):
             self._add_children(grown, asked, seats, self._next_pass(grown, asked, seats, k, entropy))
         return grown
 
-    def _fits(self, seat: int, tree: DraftTree, grow: Grow) -> bool:
-        """Whether there are pages, positions and numbers for these nodes."""
+    def _fits(self, seat: int, tree: DraftTree, grow: Grow, numbered: int) -> bool:
+        """Whether there are pages, positions and numbers for these nodes, after `numbered` others in this cycle.
+
+        A sequence gets pages for as many nodes as the largest tree has rows: there is room for those.
+        """
         columns, count = self._columns[seat], len(grow.nodes)
-        if not columns.pending or count > MAX_ROUND_ROWS or self._count + count > MAX_EXPANDED:
+        if not columns.pending or count > MAX_ROUND_ROWS or numbered + count > self._most:
             return False
         deepest, most = int(tree.arrays.depth[grow.nodes.numpy()].max()), self.passes.max_positions
         if deepest > LEVELS[-1] or (most is not None and columns.length + deepest > most):
             return False
-        positions = columns.length + len(columns.expanded) + count
-        if self.texts.has_pages(seat, positions):
-            return True
-        try:
-            self.texts.take_pages(seat, positions)
-        except MemoryError:
+        rows = len(columns.expanded) + count
+        if rows > self.target.tree_rows:
             return False
-        self.target.tree_rows = max(self.target.tree_rows, positions - columns.length)
+        if not self.texts.has_pages(seat, columns.length + rows):
+            try:
+                self.texts.take_pages(seat, columns.length + rows)
+            except MemoryError:
+                return False
         return True
 
     def _take_in(self, seats: list[int]) -> None:
@@ -214,7 +221,7 @@ class PagedDrafter(Drafter):
             np.concatenate([getattr(each, name)[which] for each, which in zip(arrays, nodes, strict=True)])
             for name in ("tokens", "parents", "depth")
         )
-        known = [self._columns[seat].expanded for seat in seats]
+        known = [self._columns[seat].expanded for seat in seats]  # the numbers of earlier nodes
         above = np.array([known[place][parent] for place, parent in zip(own.tolist(), parents.tolist(), strict=True)])
         lengths = np.array([columns.length for columns in self._columns])
         staged = np.array([len(each) - 1 for each in known])[own] + numbers  # the root has no row of its own
@@ -222,9 +229,9 @@ class PagedDrafter(Drafter):
         lineages = self._lineages[above, : depth.max()]
         lineages[row, depth - 1] = slots
         self._lineages[new, : depth.max()] = lineages
-        for place, which in enumerate(nodes):
-            mine = new[own == place] if len(nodes) > 1 else new
-            known[place].update(zip(which.tolist(), mine.tolist(), strict=True))
+        fresh = iter(new.tolist())
+        for expanded, which in zip(known, nodes, strict=True):
+            expanded.update((node, next(fresh)) for node in which.tolist())
         self.texts.send()
         rows = HostRows(owners, numbers, tokens, lengths[owners] - 1 + depth, slots)
         shape = self._rows.send(rows, lineages, lengths)
@@ -232,8 +239,8 @@ class PagedDrafter(Drafter):
 
     def _new_numbers(self, count: int) -> Integers:
         """Numbers for nodes that are expanded now."""
-        self._count += count
-        numbers: Integers = np.arange(self._count - count, self._count, dtype=np.int64)
+        self._numbered += count
+        numbers: Integers = np.arange(self._numbered - count, self._numbered, dtype=np.int64)
         return numbers
 
     def _run(self, shape: Shape, picks: Picks, above: Integers | None, k: int, entropy: bool) -> PackedBuffer:
@@ -242,8 +249,8 @@ class PagedDrafter(Drafter):
         size = PICKS[bisect_left(PICKS, count)] if above is None else shape.size
         for name, values, padding in (
             ("rows", picks.rows, 0),
-            ("numbers", picks.numbers, MAX_EXPANDED),
-            ("above", above if above is not None else picks.rows, MAX_EXPANDED),
+            ("numbers", picks.numbers, self._most),
+            ("above", 0 if above is None else above, self._most),
         ):
             here[name][:count], here[name][count:size] = values, padding
         self._picks.send()
@@ -309,7 +316,12 @@ class PagedDrafter(Drafter):
                 columns.features.append(hidden[place])
 
 
-def parts_of(counts: dict[int, int]) -> Iterator[list[int]]:
+def most_expanded(seats: int) -> int:
+    """Nodes that a cycle expands at most, for this number of sequences."""
+    return max(EXPANDED * seats, LEAST_EXPANDED)
+
+
+def passes_over(counts: dict[int, int]) -> Iterator[list[int]]:
     """Successive sequences whose rows fit into one pass."""
     part, rows = list[int](), 0
     for seat, count in counts.items():

@@ -49,7 +49,7 @@ class PagedTarget:
         self.texts = PagedTexts(cache, seats, longest + MAX_VERIFY_ROWS)
         self.params: list[SamplingParams] = []  # of the sequences, for the next pass
         self._trees: list[DraftTree] = []  # of the last pass
-        self.tree_rows = 1  # of the largest tree so far, or of the trees for which there should be room
+        self.tree_rows = 1  # of the largest verified tree so far, or of the trees for which there should be room
         rows, group = MAX_ROUND_ROWS, tile_rows(cache.forward.group)
         self._sampling = SeatSampling(device, seats)
         self._rows = RowBuffers(device, seats, group, LEVELS)
@@ -57,6 +57,7 @@ class PagedTarget:
         self._drawn = PackedBuffer(device, tokens=(long, (rows,)))
         width, dtype = gpu_target.width, gpu_target.dtype
         self._states = torch.zeros(rows, width, dtype=dtype, device=device) if gpu_target.taps else None
+        self._all_states = self._states  # of all rows of the last passes
         self._chunk = ChunkBuffers(device, seats, group)
         self._chunk_lengths = torch.full((seats,), ALL_COMMITTED, device=device)
         self._logits: dict[int, Tensor] = {}  # those of the last pass, by the rows of the buffer
@@ -149,26 +150,32 @@ class PagedTarget:
         for seat, (text, tree) in enumerate(zip(self.texts, trees, strict=True)):
             if not self.texts.has_pages(seat, rows := len(text.tokens) + len(tree)):
                 self.texts.take_pages(seat, rows)
-        self._trees = trees
-        parts = [*parts_of(trees)]
-        return [scores for part in parts for scores in self._score(part, trees[part.start : part.stop], len(parts) > 1)]
+        self._trees, parts = trees, [*parts_of(trees)]
+        if len(parts) == 1:
+            self._all_states = self._states
+            return self._score(parts[0], trees)
+        found, pieces = list[Scores](), list[Tensor]()
+        for part in parts:  # each uses the memory of the one before it
+            found += self._score(part, trees[part.start : part.stop], copies=True)
+            if self._states is not None:
+                pieces.append(self._states[: sum(map(len, trees[part.start : part.stop]))].clone())
+        self._all_states = torch.cat(pieces) if pieces else None
+        return found
 
-    def _score(self, seats: range, trees: list[DraftTree], copies: bool) -> list[Scores]:
-        """One pass over the trees of these seats. `copies`: another pass follows, and uses the same memory."""
+    def _score(self, seats: range, trees: list[DraftTree], copies: bool = False) -> list[Scores]:
+        """One pass over the trees of these seats. `copies`: of the logits that the host reads."""
         filtered, shape = self._write_sampling(seats), self._write_rows(seats, trees)
         self._run(shape, filtered)
         self.gpu_target.graph_cache.wait()
         count, logits = sum(map(len, trees)), self._logits[buffer_rows(shape.size)]
         drawn = self._drawn.host["tokens"][:count].tolist()
+        if copies:
+            read = any(not draws_alone(self.params[seat]) or needs_logits(self.params[seat]) for seat in seats)
+            logits = logits[: count if read else 0].clone()
         found, row = [], 0
         for seat, tree in zip(seats, trees, strict=True):
-            own, params = slice(row, row + len(tree)), self.params[seat]
-            alone = draws_alone(params)
-            rows = logits[own]
-            if copies:
-                rows = rows.clone() if not alone or needs_logits(params) else rows[:0]
-            states = None if self._states is None else self._states[own].clone() if copies else self._states[own]
-            found.append(Scores(rows, states, drawn[own] if alone else None))
+            own = slice(row, row + len(tree))
+            found.append(Scores(logits[own], None, drawn[own] if draws_alone(self.params[seat]) else None))
             row += len(tree)
         return found
 
@@ -256,18 +263,12 @@ class PagedTarget:
     @torch.inference_mode()
     def states(self, scores: list[Scores], paths: list[Tensor]) -> list[Tensor] | None:
         """The hidden states [N, taps * H] of committed paths; None if the passes have none."""
-        if self._states is None:
+        if self._all_states is None:
             return None
-        sizes, counts = [*map(len, self._trees)], [*map(len, paths)]
-        if sum(sizes) <= MAX_ROUND_ROWS:  # all are rows of one pass
-            starts = np.cumsum([0, *sizes[:-1]])
-            rows = np.concatenate([path.numpy() + start for path, start in zip(paths, starts, strict=True)])
-            return [*torch.split(self._states.index_select(0, place(rows.tolist(), self._states.device)), counts)]
-        found = []
-        for score, path in zip(scores, paths, strict=True):
-            assert score.hidden is not None
-            found.append(score.hidden.index_select(0, place(path.tolist(), score.hidden.device)))
-        return found
+        starts = np.cumsum([0, *map(len, self._trees[:-1])])
+        rows = np.concatenate([path.numpy() + start for path, start in zip(paths, starts, strict=True)])
+        found = self._all_states.index_select(0, place(rows.tolist(), self._all_states.device))
+        return [*torch.split(found, [*map(len, paths)])]
 
 
 def buffer_rows(size: int) -> int:
