@@ -27,7 +27,9 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not interpreted or "windfall.engine" in sys.modules:  # kernels alone need no engine, whose import takes long
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            patch.setattr("windfall.engine.memory.FREE_SHARE", 0.02)  # tests that run at the same time share a GPU
+        else:
             patch.setattr("windfall.engine.gpu.target.INITIAL_CAPACITY_ROWS", 192)
             patch.setattr("windfall.engine.gpu.target.CAPACITY_STEP_ROWS", 64)
         for module in ("engine", "profiling", "check_records"):

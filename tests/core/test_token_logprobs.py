@@ -42,6 +42,16 @@ def test_ties_are_ordered_by_id_and_excluded_tokens_are_left_out() -> None:
     assert only == (0, 0.0, ((0, 0.0),))
 
 
+@pytest.mark.parametrize("tied", [2, 5, 18, 19, 40])
+def test_long_ties_are_ordered_by_id(tied: int) -> None:
+    """Also those that go on after the tokens that are asked for at once."""
+    logits = torch.zeros(1, 60)
+    logits[0, 50] = 3.0
+    logits[0, 5 : 5 + tied] = 1.0
+    (found,) = token_logprobs(logits, [0], 3)
+    assert [token for token, _ in found.top] == [50, 5, 6]
+
+
 @pytest.mark.parametrize("together", [256, 4], ids=["together", "in parts"])
 def test_those_of_several_texts_are_those_of_each_alone(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windfall.core.logprobs.MAX_ROWS", together)

@@ -132,7 +132,7 @@ def test_the_repr_names_target_drafter_and_policy() -> None:
     made = windfall.load(tiny(), preset="eagle-2", drafter=tiny(seed=1), policy_options={"nodes": 9})
     assert repr(made) == (
         "Engine('LlamaForCausalLM', float32, cpu, drafter=LMDrafter(model=<LlamaForCausalLM>, "
-        "trust_remote_code=False), policy=Beam(depth=6, k=10, nodes=9))"
+        "trust_remote_code=False, weights='auto'), policy=Beam(depth=6, k=10, nodes=9))"
     )
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 RAW, PROCESSED = "raw", "processed"  # the model's own distribution, or the one that the token was drawn from
 MODES = (RAW, PROCESSED)
 MAX_ROWS = 256  # whose log-probabilities are computed together: more would take much memory
+SPARE = 16  # tokens after the most likely ones, to break ties of rounded logits without asking the device again
 LOWEST = -9999.0  # stands for minus infinity in JSON, which does not have it
 
 
@@ -60,27 +61,26 @@ def _together(asked: list[Asked]) -> list[tuple[TokenLogprob, ...]]:
     tokens, size = [token for own in asked for token in own.tokens], logs.shape[-1]
     chosen = logs.gather(1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
     most = min(max(own.most_likely for own in asked), size)
-    best = logs.topk(min(most + 1, size)) if most else None
+    best = logs.topk(min(most + SPARE, size)) if most else None
     ids, values = ([], []) if best is None else (best.indices.tolist(), best.values.tolist())
     found, end = [], 0
     for own in asked:
         start, end, count = end, end + len(own.tokens), min(own.most_likely, size)
         tops: list[tuple[tuple[int, float], ...]] = [()] * len(own.tokens)
         if count:
-            few = slice(count + 1)
-            tops = [_in_order(logs[row], ids[row][few], values[row][few], count) for row in range(start, end)]
+            tops = [_in_order(logs, row, ids[row], values[row], count) for row in range(start, end)]
         found.append(tuple(map(TokenLogprob, own.tokens, chosen[start:end], tops)))
     return found
 
 
-def _in_order(row: Tensor, ids: list[int], values: list[float], count: int) -> tuple[tuple[int, float], ...]:
-    """The first `count` of these most likely tokens of a row [V]; there is one more, unless the row ends.
+def _in_order(logs: Tensor, row: int, ids: list[int], values: list[float], count: int) -> tuple[tuple[int, float], ...]:
+    """The first `count` of these most likely tokens of a row of logs [n, V]; more are given, unless the row ends.
 
     Of equally likely tokens, those with the lower ids come first.
     """
     last = values[count - 1]
-    if values[count:] == [last] and last > -math.inf:  # a tie that topk has broken in its own way
-        ids = (row >= last).nonzero()[:, 0].tolist()
-        values = row[ids].tolist()
+    if values[-1] == last and len(values) < logs.shape[-1] and last > -math.inf:  # the tie may go on
+        ids = (logs[row] >= last).nonzero()[:, 0].tolist()
+        values = logs[row][ids].tolist()
     pairs = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
     return tuple((token, value) for token, value in pairs[:count] if value > -math.inf)
