@@ -134,9 +134,9 @@ def defaults(values: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
 
 
 def made_with(settings: Sequence[str], key: str, make: Callable[[dict[str, str]], T]) -> T:
-    """What `make` makes of these settings, some of which may come from the file.
+    """Call `make` with these settings, some of which may come from the file, and return its result.
 
-    If it refuses them, but not those of the command line alone, the error names the file and `key`.
+    If `make` refuses them, but not those of the command line alone, the error names the file and `key`.
     """
     try:
         return make(split_settings(settings))

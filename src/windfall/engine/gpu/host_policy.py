@@ -18,6 +18,7 @@ from windfall.core.sampling import Dice
 from windfall.core.tree import DraftTree, Integers
 from windfall.core.types import Grow, InputError, SamplingParams, Scores
 from windfall.drafters.base import Drafter, add_child_arrays
+from windfall.engine.gpu.children import CHILDREN_SIZES, ChildrenBuffers, publish_children
 from windfall.engine.gpu.drafters import ChildSampler, Drafted, GpuDrafter, with_entropy
 from windfall.engine.gpu.forward import Pass
 from windfall.engine.gpu.graphs import Key
@@ -25,7 +26,6 @@ from windfall.engine.gpu.target import MAX_VERIFY_ROWS, PREFILL_CHUNK_TOKENS, VE
 from windfall.engine.gpu.transfer import PackedBuffer, place
 
 DRAFT_PASS_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes of captured draft passes
-CHILDREN_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # children per node in captured draft passes
 MAX_PENDING_COLUMNS = 32  # pending columns that one pass adds to the KV cache
 MAX_STAGED_NODES = 1024  # nodes that a cycle expands
 STAGED_STEP_ROWS = 128  # step of the bound on staged rows in captured passes
@@ -131,7 +131,7 @@ class GraphDrafter(Drafter):
             self._device, tokens=(torch.long, (MAX_PENDING_COLUMNS,)), count=(torch.long, (1,))
         )
         self._rows_buffers: dict[tuple[int, int], PackedBuffer] = {}
-        self._children_buffers: dict[tuple[int, int], PackedBuffer] = {}
+        self._children = ChildrenBuffers(self._device)
         self._slots: dict[int, int] = {}  # expanded node → its slot; the root's is 0
         self._staged_rows = 0
         # by slot: the staged rows of the node and its ancestors
@@ -190,7 +190,7 @@ class GraphDrafter(Drafter):
             self._features = None if self._features is None else self._features[MAX_PENDING_COLUMNS:]
             self._taken += MAX_PENDING_COLUMNS
         count = len(self._tokens)
-        rows, found = DRAFT_PASS_SIZES[bisect_left(DRAFT_PASS_SIZES, count)], self._children_buffer(1, k)
+        rows, found = DRAFT_PASS_SIZES[bisect_left(DRAFT_PASS_SIZES, count)], self._children.buffer(1, k)
         self._write_pending(count)
 
         def work() -> None:
@@ -224,7 +224,7 @@ class GraphDrafter(Drafter):
             raise InputError(f"a draft pass takes {DRAFT_PASS_SIZES[-1]} nodes at the most on a GPU, not {count}")
         width = DRAFT_PASS_SIZES[bisect_left(DRAFT_PASS_SIZES, count)]
         bound = min(-(-(self._staged_rows + width) // STAGED_STEP_ROWS) * STAGED_STEP_ROWS, MAX_STAGED_NODES)
-        rows_buffer, found = self._rows_buffer(width, bound), self._children_buffer(width, k)
+        rows_buffer, found = self._rows_buffer(width, bound), self._children.buffer(width, k)
         self._write_nodes(tree, nodes, rows_buffer)
 
         def work() -> None:
@@ -264,14 +264,6 @@ class GraphDrafter(Drafter):
             self._rows_buffers[width, bound] = PackedBuffer(self._device, **names, mask=(torch.bool, (width, bound)))
         return self._rows_buffers[width, bound]
 
-    def _children_buffer(self, width: int, k: int) -> PackedBuffer:
-        """The buffer for the children that a pass of this size drafts."""
-        if (width, k) not in self._children_buffers:
-            number, shape = torch.float32, (width, k)
-            arrays = {"values": (number, shape), "tokens": (torch.long, shape), "entropy": (number, (width,))}
-            self._children_buffers[width, k] = PackedBuffer(self._device, **arrays)
-        return self._children_buffers[width, k]
-
     def _publish_children(
         self, logits: Drafted, positions: Tensor, offset: int, k: int, entropy: bool, found: PackedBuffer
     ) -> None:
@@ -279,12 +271,7 @@ class GraphDrafter(Drafter):
             logits, uncertainty = with_entropy(logits)
             found.device["entropy"].copy_(uncertainty)
         values, tokens = self._sampler.children(logits, positions, offset, k, self.draft.vocabulary)
-        there, most = found.device, values.shape[1]
-        if most < k:
-            there["values"].fill_(-torch.inf)
-        there["values"][:, :most].copy_(values)
-        there["tokens"][:, :most].copy_(tokens)
-        found.publish()
+        publish_children(found, values, tokens)
 
     def _run(self, key: Key, work: Callable[[], None]) -> None:
         gpu_target = self.draft.gpu_target

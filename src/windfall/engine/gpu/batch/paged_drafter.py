@@ -24,11 +24,12 @@ from windfall.core.types import Grow
 from windfall.drafters.base import Drafter, add_child_arrays
 from windfall.engine.gpu.batch.draft_passes import DraftPasses
 from windfall.engine.gpu.batch.paged_target import PagedTarget
-from windfall.engine.gpu.batch.paged_texts import SeatSampling
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS
 from windfall.engine.gpu.batch.row_buffers import HostRows, RowBuffers, Shape, layout
 from windfall.engine.gpu.batch.sampler import SeatSampler
+from windfall.engine.gpu.batch.seat_sampling import SeatSampling
 from windfall.engine.gpu.batch.target import Kind
+from windfall.engine.gpu.children import CHILDREN_SIZES, ChildrenBuffers, publish_children
 from windfall.engine.gpu.drafters import Drafted, with_entropy
 from windfall.engine.gpu.transfer import PackedBuffer
 
@@ -36,7 +37,6 @@ LEVELS = (16, 128)  # of trees in captured passes; deeper nodes are not expanded
 EXPANDED = 64  # nodes that a cycle expands for each sequence, on average
 LEAST_EXPANDED = 1024  # for all sequences together
 MAX_PENDING = 16  # columns of a sequence in a pass that drafts; more are added before it
-CHILDREN = (1, 2, 4, 8, 16, 32, 64, 128)  # of a node in captured passes
 PICKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, MAX_ROUND_ROWS)  # rows of a captured pass whose children are drafted
 
 
@@ -70,11 +70,11 @@ class PagedDrafter(Drafter):
         device, long, gpu_target = target.gpu_target.device, torch.long, target.gpu_target
         self.passes, self.target, self.texts = passes, target, target.texts
         self._graphs, self._buffers_id = gpu_target.graph_cache, object()  # the id is a part of the keys of its graphs
-        self._device, self._sampling = device, SeatSampling(device, target.seats)
+        self._sampling = SeatSampling(device, target.seats)
         self._rows = RowBuffers(device, target.seats, passes.tile_rows, LEVELS, passes.first)
         names = dict.fromkeys(("rows", "numbers", "above"), (long, (MAX_ROUND_ROWS,)))
         self._picks = PackedBuffer(device, **names)
-        self._children: dict[tuple[int, int], PackedBuffer] = {}
+        self._children = ChildrenBuffers(device)
         self._columns: list[Columns] = []
         self._numbered = 0  # nodes that are expanded in this cycle: the next number
         self._most = most_expanded(target.seats)
@@ -131,8 +131,8 @@ class PagedDrafter(Drafter):
         if not asked:
             return trees
         grown, entropy = list(trees), any(grow.entropy for grow in asked.values())
-        k = min(max(grow.k for grow in asked.values()), self.passes.choices, CHILDREN[-1])
-        k = CHILDREN[bisect_left(CHILDREN, k)]
+        k = min(max(grow.k for grow in asked.values()), self.passes.choices, CHILDREN_SIZES[-1])
+        k = CHILDREN_SIZES[bisect_left(CHILDREN_SIZES, k)]
         first = [seat for seat in asked if not self._columns[seat].expanded]
         self._take_in(first)
         counts = {seat: len(self._columns[seat].pending) for seat in first}
@@ -190,6 +190,7 @@ class PagedDrafter(Drafter):
         self.texts.send()
         if self.passes.features is not None:
             pieces = [piece for columns in known for piece in columns.features]
+            # one copy for all sequences, unless some of their states are left for a later pass
             if any(len(columns.pending) > count for columns, count in zip(known, counts.values(), strict=True)):
                 pieces = [torch.cat(each.features)[:n] for each, n in zip(known, counts.values(), strict=True)]
             self.passes.features[: len(row)].copy_(torch.cat(pieces))
@@ -254,7 +255,7 @@ class PagedDrafter(Drafter):
         ):
             here[name][:count], here[name][count:size] = values, padding
         self._picks.send()
-        found = self._children_buffer(size, k)
+        found = self._children.buffer(size, k)
         key = ("host draft", above is None, shape, size, k, entropy, self._kind, self.texts.span, self._buffers_id)
         self._graphs.run(key, partial(self._run_pass, shape, size, above is None, k, entropy, found))
         self._graphs.wait()
@@ -275,22 +276,10 @@ class PagedDrafter(Drafter):
         k = min(k, self.passes.choices)
         sampler = SeatSampler(self._sampling, self._kind)
         values, tokens = sampler.children(logits, k, owners, positions, self.passes.vocabulary, self.passes.first + 1)
-        if k < found.device["values"].shape[1]:
-            found.device["values"].fill_(-torch.inf)
-        found.device["values"][:, :k].copy_(values)
-        found.device["tokens"][:, :k].copy_(tokens)
-        found.publish()
+        publish_children(found, values, tokens)
 
     def _owners(self, shape: Shape) -> Tensor:
         return self._rows.device["owners"][: shape.size]
-
-    def _children_buffer(self, size: int, k: int) -> PackedBuffer:
-        """The buffer for the children that a pass drafts for this number of nodes."""
-        if (size, k) not in self._children:
-            number, shape = torch.float32, (size, k)
-            arrays = {"values": (number, shape), "tokens": (torch.long, shape), "entropy": (number, (size,))}
-            self._children[size, k] = PackedBuffer(self._device, **arrays)
-        return self._children[size, k]
 
     def _add_children(
         self, trees: list[DraftTree], grows: dict[int, Grow], seats: list[int], found: PackedBuffer

@@ -18,9 +18,10 @@ from windfall.core.tree import DraftTree, Integers
 from windfall.core.types import InputError, SamplingParams, Scores
 from windfall.engine.gpu.batch.chunks import Chunk, ChunkBuffers, Prompt, PromptQueue
 from windfall.engine.gpu.batch.paged_cache import PagedCache
-from windfall.engine.gpu.batch.paged_texts import PagedTexts, SeatSampling, Text
+from windfall.engine.gpu.batch.paged_texts import PagedTexts, Text
 from windfall.engine.gpu.batch.round import MAX_ROUND_ROWS, ROUND_ROWS
 from windfall.engine.gpu.batch.row_buffers import NO_TREE, HostRows, RowBuffers, Shape, layout
+from windfall.engine.gpu.batch.seat_sampling import SeatSampling
 from windfall.engine.gpu.batch.state import ALL_COMMITTED
 from windfall.engine.gpu.target import MAX_VERIFY_ROWS
 from windfall.engine.gpu.transfer import PackedBuffer, QueuedBuffer, place

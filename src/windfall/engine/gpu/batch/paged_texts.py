@@ -1,4 +1,4 @@
-"""The sequences of the host loop on a KV cache in pages: their pages, and how they draw their tokens."""
+"""The sequences of the host loop on a KV cache in pages: their pages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.core.sampling import signed
 from windfall.core.tree import Integers
-from windfall.core.types import SamplingParams
 from windfall.engine.gpu.batch.paged_cache import PagedCache
 from windfall.engine.gpu.transfer import QueuedBuffer
-from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE, pages_for
 
 SPANS = (32, 128, 512, 2048, 8192)  # pages of a sequence that captured passes read
-FILTERS = ("top_k", "top_p", "min_p")
 
 
 @dataclass(eq=False)
@@ -110,42 +106,3 @@ class PagedTexts:
         if self._changed:
             self._tables.send()
             self._changed = False
-
-
-class SeatSampling:
-    """How the sequence at each seat draws its tokens."""
-
-    def __init__(self, device: torch.device, seats: int):
-        long, number = torch.long, torch.float32
-        self._settings = QueuedBuffer(
-            device,
-            seed=(long, (seats,)),
-            temperature=(number, (seats,)),
-            kappa=(number, (seats,)),
-            top_k=(long, (seats,)),
-            top_p=(number, (seats,)),
-            min_p=(number, (seats,)),
-        )
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._settings.device[name]
-
-    def write(self, seat: int, params: SamplingParams, kappa: float = 1.0) -> None:
-        """`kappa` is the weight of the noise in coupled drafting."""
-        here = self._settings.wait_writable()
-        here["seed"][seat], here["kappa"][seat] = signed(params.noise_seed), kappa
-        here["temperature"][seat] = 0.0 if params.greedy else params.temperature
-        for name in FILTERS:
-            here[name][seat] = getattr(params, name)
-
-    def write_greedy(self, seat: int) -> None:
-        """The sequence at this seat draws the likeliest token."""
-        self._settings.wait_writable()["temperature"][seat] = 0.0
-
-    def send(self) -> None:
-        self._settings.send()
-
-    def cutoffs(self, logits: Tensor, owners: Tensor) -> Tensor:
-        """The lowest logit of each row [n, V] that the filters of its sequence keep, [n]."""
-        settings = {name: self[name] for name in ("temperature", *FILTERS)}
-        return cutoffs(logits, **settings, owners=owners)

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.core.sampling import signed
 from windfall.core.types import SamplingParams
 from windfall.costs.acceptance import DEPTHS, RANKS
+from windfall.engine.gpu.batch.seat_sampling import sampling_arrays, seat_cutoffs, write_sampling
 from windfall.engine.gpu.graphs import GraphCache
 from windfall.engine.gpu.transfer import QueuedBuffer
 from windfall.engine.gpu.tree import FORECAST_SHAPE
 from windfall.kernels.accept import reset_to_root
-from windfall.kernels.cutoff import cutoffs
 from windfall.kernels.pages import PAGE_TOKENS, UNUSED_PAGE
 from windfall.kernels.trees import NO_NODE, Calibration, TreeArrays, tree_of
 
@@ -43,12 +42,7 @@ class BatchState:
         self._pages.host["tables"][:] = UNUSED_PAGE
         self.settings = QueuedBuffer(
             device,
-            seed=(long, (rows,)),
-            temperature=(number, (rows,)),
-            kappa=(number, (rows,)),
-            top_k=(long, (rows,)),
-            top_p=(number, (rows,)),
-            min_p=(number, (rows,)),
+            **sampling_arrays(rows),
             limits=(long, (rows,)),  # rows of a verify pass
             weights=(number, (rows, 1 + DEPTHS + RANKS)),  # of the calibrated acceptance
             live=(long, (1,)),  # seats in use
@@ -103,11 +97,7 @@ class BatchState:
         self._pages_changed = True
 
     def set_sampling(self, seat: int, params: SamplingParams) -> None:
-        host = self.settings.wait_writable()
-        host["seed"][seat] = signed(params.noise_seed)
-        host["temperature"][seat] = 0.0 if params.greedy else params.temperature
-        for name in ("top_k", "top_p", "min_p"):
-            host[name][seat] = getattr(params, name)
+        write_sampling(self.settings.wait_writable(), seat, params)
         self.changed = True
 
     def set_terms(self, seats: list[int], kappas: list[float], weights: Any) -> None:
@@ -121,8 +111,7 @@ class BatchState:
 
     def cutoffs(self, logits: Tensor, owners: Tensor) -> Tensor:
         """The lowest logit of each row [n, V] that its request's filters keep, [n]."""
-        settings = {name: self[name] for name in ("temperature", "top_k", "top_p", "min_p")}
-        return cutoffs(logits, **settings, owners=owners)
+        return seat_cutoffs(self.settings.device, logits, owners)
 
     def set_pending(self, tokens: Tensor, features: Tensor | None, count: Tensor) -> None:
         """The drafter has taken in all tokens but these: tokens [n, P] and features [n * P, F] of the first n seats."""
